@@ -1,0 +1,1 @@
+"""Measurements of models and runs, and the yardsticks they are read against."""
