@@ -1,0 +1,64 @@
+"""Pieces that every optimizer's chain shares: its end, and the float32 it runs in.
+
+On bfloat16 parameters optax alone would do its arithmetic in bfloat16, where b2 = 0.999 is 1 and
+the first Adam update is NaN.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def working_dtype(*dtypes: Any) -> jnp.dtype:
+    """Returns the dtype statistics are kept in: float32, or float64 if one of `dtypes` is."""
+    return jnp.promote_types(jnp.result_type(*dtypes), jnp.float32)
+
+
+def decoupled(
+    direction: optax.GradientTransformation,
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: float,
+) -> optax.GradientTransformation:
+    """Ends a chain: the update is -learning_rate * (direction + weight_decay * parameter).
+
+    Args:
+      direction: the transform that turns gradients into directions.
+      learning_rate: a number or a schedule.
+      weight_decay: of the parameters; the state's structure does not depend on it.
+
+    Returns:
+      The chain.
+    """
+    decay = optax.add_decayed_weights(weight_decay) if weight_decay else optax.identity()
+    return optax.chain(direction, decay, optax.scale_by_learning_rate(learning_rate))
+
+
+def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Gives `inner` gradients and parameters in float32 and casts its updates back.
+
+    The state is `inner`'s own, so it is float32 too. Updates come back in their parameter's dtype
+    (in the gradient's where no parameters are given). float64 stays float64.
+
+    Args:
+      inner: the transform to run.
+
+    Returns:
+      A transform with the state of `inner`.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def widen(tree):
+        return jax.tree.map(lambda x: x.astype(working_dtype(x.dtype)), tree)
+
+    def init(params):
+        return inner.init(widen(params))
+
+    def update(updates, state, params=None, **extra_args):
+        like = updates if params is None else params
+        wide = None if params is None else widen(params)
+        new, state = inner.update(widen(updates), state, wide, **extra_args)
+        return jax.tree.map(lambda u, x: u.astype(x.dtype), new, like), state
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,50 @@
+"""Which parameter each array of an optimizer's state belongs to.
+
+Optimizers keep trees shaped as the parameters inside their own tuples, so the state's shardings
+follow from the parameters'.
+"""
+
+from typing import Any
+
+import jax
+import optax
+
+
+def state_like_params(
+    transform: optax.GradientTransformation, params: Any, values: Any, default: Any
+) -> Any:
+    """Returns a tree shaped as the optimizer's state that holds each parameter's value.
+
+    An array of the state belongs to a parameter if its path ends in the parameter's path (the
+    longest such path counts) and its shape is the parameter's.
+
+    Args:
+      transform: the optimizer.
+      params: parameters, or `jax.ShapeDtypeStruct`s; nothing is computed.
+      values: a tree shaped as `params` with one value each, a sharding for example.
+      default: the value of every other array: step counts, factors of other shapes.
+
+    Returns:
+      A tree shaped as `transform.init(params)`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> params, specs = {"w": jnp.ones((4, 8))}, {"w": jax.P("fsdp", None)}
+      >>> state_like_params(optax.adam(1e-3), params, specs, jax.P())[0].mu
+      {'w': P('fsdp', None)}
+    """
+    treedef = jax.tree.structure(params)
+    shapes = jax.tree_util.tree_leaves_with_path(params)
+    owners = {
+        path: (leaf.shape, value)
+        for (path, leaf), value in zip(shapes, treedef.flatten_up_to(values), strict=True)
+    }
+
+    def value_of(path, leaf):
+        for start in range(len(path)):
+            shape, value = owners.get(path[start:], (None, default))
+            if shape == leaf.shape:
+                return value
+        return default
+
+    return jax.tree_util.tree_map_with_path(value_of, jax.eval_shape(transform.init, params))
