@@ -1,0 +1,197 @@
+"""Combinations of config values that cannot work, refused before any data is read or compiled.
+
+Optimizers and schedules check their own ranges when they are built, which costs nothing, so they are
+built here once. Types and unknown keys are `config.resolve`'s; a user's own kinds check their keys
+themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from nag_jax.dotted import flatten
+from nag_jax.errors import UserError
+from nag_jax.kinds import REGISTRY, is_registered, kind_class, kind_defaults
+
+REMAT_POLICIES = (
+    "none",  # keep every intermediate
+    "nothing_saveable",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+)
+
+
+class Rule(NamedTuple):
+    """What a leaf may be: a test, and the same in words after "must be"."""
+
+    allows: Callable[[Any], bool]
+    words: str
+
+
+def _at_least(low: float) -> Rule:
+    return Rule(lambda x: x >= low, f"at least {low}")
+
+
+def _above(low: float) -> Rule:
+    return Rule(lambda x: x > low, f"above {low}")
+
+
+def _one_of(*choices: str) -> Rule:
+    return Rule(lambda x: x in choices, f"one of {', '.join(choices)}")
+
+
+_NOT_EMPTY = Rule(lambda x: x.strip() != "", "given")
+_OFF_OR_STEP = Rule(lambda x: x == -1 or x >= 0, "-1 (off) or a step")
+_AXIS = Rule(lambda x: x == -1 or x >= 1, "-1 (all devices that remain) or at least 1")
+
+RULES: dict[str, Rule] = {
+    "seed": Rule(lambda x: 0 <= x < 2**32, "between 0 and 4294967295"),
+    "data.source.paths": Rule(
+        lambda x: len(x) > 0 and all(path.strip() for path in x), "at least one file or pattern"
+    ),
+    "data.source.field": _NOT_EMPTY,
+    "data.source.dataset": _NOT_EMPTY,
+    "data.source.split": _NOT_EMPTY,
+    "data.tokenizer.path": _NOT_EMPTY,
+    "data.tokenizer.vocab_size": Rule(
+        lambda x: x >= 257, "at least 257 (256 bytes and the beginning-of-document token)"
+    ),
+    "data.row_length": _at_least(1),
+    "data.validation_share": Rule(lambda x: 0 <= x < 1, "at least 0 and below 1"),
+    "data.validation_bytes": _at_least(0),
+    "data.cache_folder": _NOT_EMPTY,
+    "data.workers": _at_least(1),
+    "data.prefetch_rows": _at_least(0),
+    "model.d_model": _at_least(3),
+    "model.num_blocks": _at_least(1),
+    "model.vocab_multiple": _at_least(1),
+    "model.compute_dtype": _one_of("float32", "bfloat16"),
+    "model.remat": _one_of(*REMAT_POLICIES),
+    "model.loss_chunk": _at_least(0),
+    "model.connection.alpha_exponent": _at_least(0),
+    "model.connection.alpha_warmup_steps": _at_least(0),
+    "model.connection.gate_directions": _at_least(1),
+    "model.connection.gate_init_scale": _at_least(0),
+    "model.connection.beta_init": _above(0),
+    "model.connection.encode_gain_init": _above(0),
+    "model.connection.embedding_std": _above(0),
+    "model.connection.head": _one_of("tied", "free"),
+    "model.connection.norm_epsilon": _above(0),
+    "model.attention.num_heads": _at_least(1),
+    "model.attention.num_kv_heads": _at_least(1),
+    "model.attention.head_dim": Rule(
+        lambda x: x >= 2 and x % 2 == 0, "even and at least 2 (rotary positions turn pairs)"
+    ),
+    "model.attention.rope_theta": _above(0),
+    "model.attention.query_chunk": _at_least(1),
+    "model.feedforward.hidden": _at_least(1),
+    "train.steps": _at_least(1),
+    "train.batch_size": _at_least(1),
+    "train.accumulation": _at_least(1),
+    "train.log_every": _at_least(1),
+    "train.nan_policy": _one_of("stop", "skip"),
+    "train.profile_start": _OFF_OR_STEP,
+    "train.profile_steps": _at_least(1),
+    "train.peak_flops": _at_least(0),
+    "evaluation.every": _at_least(1),
+    "evaluation.batch_size": _at_least(1),
+    "checkpoint.every": _at_least(1),
+    "checkpoint.keep_last": _at_least(1),
+    "checkpoint.keep_best": _at_least(0),
+    "checkpoint.keep_steps": Rule(
+        lambda x: all(step >= 1 for step in x), "steps of at least 1, such as (1,10,100)"
+    ),
+    "checkpoint.keep_log_spaced": _at_least(0),
+    "mesh.data": _AXIS,
+    "mesh.fsdp": _AXIS,
+}
+
+
+def validate(config: ConfigDict) -> None:
+    """Refuses values and combinations that cannot work; compiles nothing, needs no device.
+
+    Raises:
+      UserError: names the keys and what is allowed.
+    """
+    leaves = flatten(config)
+    for node in REGISTRY:
+        kind = leaves[f"{node}.kind"]
+        if not is_registered(node, kind):
+            for key in kind_defaults(node, kind):
+                del leaves[key]
+    for key, value in leaves.items():
+        if key in RULES and not RULES[key].allows(value):
+            raise UserError(f"{key} is {value!r}; it must be {RULES[key].words}")
+
+    heads, kv_heads = (leaves.get(f"model.attention.{n}", 1) for n in ("num_heads", "num_kv_heads"))
+    if heads % kv_heads:
+        raise UserError(
+            f"model.attention.num_heads={heads} cannot be shared by "
+            f"model.attention.num_kv_heads={kv_heads}: it must be a multiple "
+            f"(num_kv_heads {_numbers(_divisors(heads))} would work)"
+        )
+    batch, accumulation = config.train.batch_size, config.train.accumulation
+    if batch % accumulation:
+        raise UserError(
+            f"train.batch_size={batch} cannot be cut into train.accumulation={accumulation} equal "
+            f"micro-batches (accumulation {_numbers(_divisors(batch))} would work)"
+        )
+    if config.mesh.data == config.mesh.fsdp == -1:
+        raise UserError("mesh.data and mesh.fsdp are both -1: only one can take what remains")
+    _validate_optimizer(config)
+
+
+def validate_devices(config: ConfigDict, num_devices: int) -> None:
+    """Refuses a mesh that is not made of `num_devices` devices, and batches it cannot divide.
+
+    Raises:
+      UserError: names the keys and the numbers that would work.
+    """
+    from nag_jax.sharding.mesh import mesh_shape
+
+    shards = 1
+    for length in mesh_shape(config.mesh, num_devices):
+        shards *= length
+    batch, accumulation = config.train.batch_size, config.train.accumulation
+    if (batch // accumulation) % shards:
+        multiple = shards * accumulation
+        raise UserError(
+            f"train.batch_size={batch} in train.accumulation={accumulation} micro-batches gives "
+            f"{batch // accumulation} rows, which {shards} devices cannot share equally: "
+            f"train.batch_size must be a multiple of {multiple} (such as "
+            f"{_numbers(_near_multiples(batch, multiple))})"
+        )
+    if config.evaluation.batch_size % shards:
+        raise UserError(
+            f"evaluation.batch_size={config.evaluation.batch_size} rows cannot be shared equally by "
+            f"{shards} devices: it must be a multiple of {shards} (such as "
+            f"{_numbers(_near_multiples(config.evaluation.batch_size, shards))})"
+        )
+
+
+def _validate_optimizer(config: ConfigDict) -> None:
+    """Builds the optimizer for no parameters: it and its schedule check their own keys."""
+    from nag_jax.optim.build import build_optimizer
+
+    build_optimizer(config.optimizer, config.train.steps, {})
+    kind_class("optimizer", config.optimizer.kind).direction(config.optimizer, {})
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, min(number, 4096) + 1) if number % n == 0]
+
+
+def _near_multiples(number: int, step: int) -> list[int]:
+    below = number // step * step
+    return [n for n in (below, below + step) if n > 0]
+
+
+def _numbers(numbers: list[int]) -> str:
+    """ "1, 2 or 4", leaving out the middle of a long list."""
+    if len(numbers) > 8:
+        numbers = numbers[:4] + numbers[-4:]
+    texts = [str(n) for n in numbers]
+    return " or ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
