@@ -1,0 +1,229 @@
+"""How a branch's output enters the stream: the part that this project makes exchangeable.
+
+A connection is one sub-layer's end of the stream (`read`, `gate`, `write`); its `Ends` are the two
+ends of the whole stream (`start`, `finish`, `decode`). Attention and feed-forward layers know
+nothing of either. A connection of a user's own has the same members; `describe` is what every
+analysis reads. P1 is arXiv 2606.16112 (norm-agnostic), P2 arXiv 2605.25880 (residual-free).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+from ml_collections import ConfigDict
+
+from nag_jax.models.context import BranchOut, Context
+from nag_jax.models.gates import Gate, NormModulator
+from nag_jax.models.initializers import fan_in_normal
+from nag_jax.models.norms import RMSNorm, root_mean_square
+from nag_jax.parameters import declare
+from pallas_kernels import nag_update
+
+Stream = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A stream after a write, and the gain that was realised, [B, T] (see each `write`)."""
+
+    stream: Stream
+    gain: Float[Array, "B T"]
+
+
+class NormAgnosticEnds(nnx.Module):
+    """Start, finish and decode of a norm-agnostic stream (P1, input embedding and output)."""
+
+    centred_table = True
+
+    def __init__(self, options: ConfigDict, d_model: int, vocab_size: int, numerics, rngs):
+        del d_model, vocab_size, rngs
+        log_gain = jnp.log(jnp.asarray(options.encode_gain_init, jnp.float32))
+        self.log_encode_gain = declare(log_gain, (), "scale")
+        self.numerics = numerics
+
+    def start(self, embedding: Float[Array, "B T d"]) -> Stream:
+        """R_0 = sqrt(d) e/||e||, s_0 = log(G ||e||/sqrt(d)) for rows e of the centred table."""
+        rms = root_mean_square(embedding)
+        direction = embedding.astype(rms.dtype) / rms
+        log_norm = jnp.log(rms[..., 0]) + self.log_encode_gain[...].astype(rms.dtype)
+        return direction.astype(self.numerics.dtype), log_norm
+
+    def finish(self, stream: Stream) -> tuple[Array, Array]:
+        """R_L and s_L: hidden state and the log of the inverse temperature exp(s_L)."""
+        return stream
+
+    def decode_matrix(self, table: Float[Array, "V d"]) -> Float[Array, "V d"]:
+        """Rows of the tied table over their norm."""
+        unit = table / (root_mean_square(table) * table.shape[-1] ** 0.5)
+        return unit.astype(self.numerics.dtype)
+
+    def decode(self, hidden: Array, log_scale: Array, matrix: Array) -> Float[Array, "B T V"]:
+        """logit_v = exp(s_L) (R_L/sqrt(d)) . (E_v/||E_v||), at least float32."""
+        dtype = self.numerics.statistics_dtype
+        cosine = jnp.einsum("btd,vd->btv", hidden, matrix, preferred_element_type=dtype)
+        return cosine * (jnp.exp(log_scale) * hidden.shape[-1] ** -0.5)[..., None]
+
+
+class NormAgnostic(nnx.Module):
+    """The norm-agnostic connection of P1: a direction on a sphere and a log-norm.
+
+    The gain is a = alpha_l * m_l * warm-up, alpha starting at 1/l^p for the l-th sub-layer (23-24),
+    attention of block j being l = 2j+1 and its feed-forward l = 2j+2. A router's weight multiplies
+    the gain, since the update itself is scale-free (our inference).
+    """
+
+    Ends = NormAgnosticEnds
+
+    @staticmethod
+    def defaults() -> dict[str, Any]:
+        """Keys of `model.connection` for this kind."""
+        return {
+            "alpha_exponent": 0.5,
+            "alpha_warmup_steps": 100,
+            "gate_directions": 32,
+            "gate_init_scale": 1.0,
+            "beta_init": 1.0,
+            "beta_trainable": True,
+            "encode_gain_init": 1.0,
+            "embedding_std": 1.0,
+        }
+
+    @staticmethod
+    def warmup_steps(options: ConfigDict) -> int:
+        """Steps over which all gains are warmed up, against gates that close for good."""
+        return options.alpha_warmup_steps
+
+    def __init__(self, options: ConfigDict, d_model: int, index: Array, numerics, rngs):
+        """Makes the connection of the sub-layer with 1-based index `index` (may be traced)."""
+        alpha = jnp.asarray(index, jnp.float32) ** -options.alpha_exponent
+        self.alpha = declare(alpha, (), "gate")
+        self.modulator = NormModulator(
+            d_model,
+            options.gate_directions,
+            options.gate_init_scale,
+            options.beta_init,
+            options.beta_trainable,
+            numerics,
+            rngs,
+        )
+
+    def read(self, stream: Stream) -> Float[Array, "B T d"]:
+        """The direction itself; no learned gains."""
+        return stream[0]
+
+    def gate(self, x: Float[Array, "B T d"]) -> Gate:
+        """The norm modulator (13)."""
+        return self.modulator(x)
+
+    def write(self, stream: Stream, out: BranchOut, gate: Gate, context: Context) -> Written:
+        """Equations (10) to (17); the realised gain is a."""
+        direction, log_norm = stream
+        gain = self.alpha[...].astype(gate.m.dtype) * context.gain_warmup * gate.m
+        if out.weight is not None:
+            gain = gain * out.weight.astype(gain.dtype)
+        direction, log_gain = nag_update(direction, out.y, gain)
+        return Written((direction, log_norm + log_gain.astype(log_norm.dtype)), gain)
+
+    @staticmethod
+    def describe(stream: Stream) -> tuple[Array, Array]:
+        """(direction of norm sqrt(d), log-norm)."""
+        return stream
+
+
+class VectorEnds(nnx.Module):
+    """Start, finish and decode of a stream that is one vector: final RMSNorm, tied or free head."""
+
+    centred_table = False
+
+    def __init__(self, options: ConfigDict, d_model: int, vocab_size: int, numerics, rngs):
+        self.final_norm = RMSNorm(d_model, "embed", options.norm_epsilon)
+        self.free_head = options.head == "free"
+        if self.free_head:
+            values = fan_in_normal(rngs.params(), (vocab_size, d_model), d_model)
+            self.head = declare(values, ("vocabulary", "embed"), "head")
+        self.numerics = numerics
+
+    def start(self, embedding: Float[Array, "B T d"]) -> Stream:
+        """The embedding rows as they are."""
+        return (embedding.astype(self.numerics.dtype),)
+
+    def finish(self, stream: Stream) -> tuple[Array, Array]:
+        """The final norm of the stream, and a log-scale of 0."""
+        hidden = self.final_norm(stream[0])
+        return hidden, jnp.zeros(hidden.shape[:-1], self.numerics.statistics_dtype)
+
+    def decode_matrix(self, table: Float[Array, "V d"]) -> Float[Array, "V d"]:
+        """The head's own rows, or the tied table's."""
+        if self.free_head:
+            head = self.head[...]
+            table = jnp.pad(head, ((0, table.shape[0] - head.shape[0]), (0, 0)))
+        return table.astype(self.numerics.dtype)
+
+    def decode(self, hidden: Array, log_scale: Array, matrix: Array) -> Float[Array, "B T V"]:
+        """Inner products with the head's rows, at least float32."""
+        del log_scale
+        dtype = self.numerics.statistics_dtype
+        return jnp.einsum("btd,vd->btv", hidden, matrix, preferred_element_type=dtype)
+
+
+class PreNorm(nnx.Module):
+    """The standard residual connection: R <- R + f(norm(R)) (equation 6 of P1)."""
+
+    Ends = VectorEnds
+
+    @staticmethod
+    def defaults() -> dict[str, Any]:
+        """Keys of `model.connection` for this kind."""
+        return {"head": "tied", "norm_epsilon": 1e-6, "embedding_std": 0.02}
+
+    @staticmethod
+    def warmup_steps(options: ConfigDict) -> int:
+        """No warm-up."""
+        del options
+        return 0
+
+    def __init__(self, options: ConfigDict, d_model: int, index: Array, numerics, rngs):
+        """Makes the connection; `index` and `rngs` are not needed by this kind."""
+        del index, numerics, rngs
+        self.norm = RMSNorm(d_model, "embed", options.norm_epsilon)
+
+    def read(self, stream: Stream) -> Float[Array, "B T d"]:
+        """RMSNorm of the stream."""
+        return self.norm(stream[0])
+
+    def gate(self, x: Float[Array, "B T d"]) -> None:
+        """No gate."""
+
+    def write(self, stream: Stream, out: BranchOut, gate: None, context: Context) -> Written:
+        """Adds the branch; the realised gain is its size relative to the stream."""
+        del gate, context
+        y = weighted(out)
+        gain = root_mean_square(y)[..., 0] / root_mean_square(stream[0])[..., 0]
+        return Written((stream[0] + y,), gain)
+
+    @staticmethod
+    def describe(stream: Stream) -> tuple[Array, Array]:
+        """(stream over its RMS, log of that RMS)."""
+        rms = root_mean_square(stream[0])
+        return stream[0].astype(rms.dtype) / rms, jnp.log(rms[..., 0])
+
+
+class ResidualFree(PreNorm):
+    """No skip connection: X <- f(norm(X)), with the pre-norms kept (P2, our reading)."""
+
+    def write(self, stream: Stream, out: BranchOut, gate: None, context: Context) -> Written:
+        """Replaces the stream; the realised gain is the branch's size relative to the old stream."""
+        del gate, context
+        y = weighted(out)
+        gain = root_mean_square(y)[..., 0] / root_mean_square(stream[0])[..., 0]
+        return Written((y.astype(stream[0].dtype),), gain)
+
+
+def weighted(out: BranchOut) -> Float[Array, "B T d"]:
+    """The branch's output times its router weight, where it has one."""
+    if out.weight is None:
+        return out.y
+    return out.y * out.weight[..., None].astype(out.y.dtype)

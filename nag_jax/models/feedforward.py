@@ -1,0 +1,73 @@
+"""Feed-forward branches: a GELU MLP and SwiGLU, neither with biases."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+from ml_collections import ConfigDict
+
+from nag_jax.models.context import BranchOut, Context
+from nag_jax.models.initializers import fan_in_normal
+from nag_jax.models.linear import Numerics, contract
+from nag_jax.parameters import declare
+
+
+def _up_projection(d_model: int, hidden: int, rngs: nnx.Rngs) -> nnx.Param:
+    values = fan_in_normal(rngs.params(), (d_model, hidden), d_model)
+    return declare(values, ("embed", "hidden"), "matrix", rows=("embed",), columns=("hidden",))
+
+
+def _down_projection(hidden: int, d_model: int, rngs: nnx.Rngs) -> nnx.Param:
+    values = fan_in_normal(rngs.params(), (hidden, d_model), hidden)
+    return declare(values, ("hidden", "embed"), "matrix", rows=("hidden",), columns=("embed",))
+
+
+class MLP(nnx.Module):
+    """W_down gelu(W_up x)."""
+
+    @staticmethod
+    def defaults() -> dict[str, Any]:
+        """Keys of `model.feedforward` for this kind."""
+        return {"hidden": 1024}
+
+    def __init__(self, options: ConfigDict, d_model: int, numerics: Numerics, rngs: nnx.Rngs):
+        self.up = _up_projection(d_model, options.hidden, rngs)
+        self.down = _down_projection(options.hidden, d_model, rngs)
+        self.numerics = numerics
+
+    def __call__(
+        self, x: Float[Array, "B T d"], keep: Bool[Array, "B T"] | None, context: Context
+    ) -> BranchOut:
+        """Applies the layer to every token."""
+        up = contract("feedforward/up", x, self.up[...], "btd,df->btf", self.numerics)
+        y = contract(
+            "feedforward/down", jax.nn.gelu(up), self.down[...], "btf,fd->btd", self.numerics
+        )
+        return BranchOut(y)
+
+
+class SwiGLU(nnx.Module):
+    """W_down (silu(W_gate x) * W_up x)."""
+
+    @staticmethod
+    def defaults() -> dict[str, Any]:
+        """Keys of `model.feedforward` for this kind."""
+        return {"hidden": 688}
+
+    def __init__(self, options: ConfigDict, d_model: int, numerics: Numerics, rngs: nnx.Rngs):
+        self.gate = _up_projection(d_model, options.hidden, rngs)
+        self.up = _up_projection(d_model, options.hidden, rngs)
+        self.down = _down_projection(options.hidden, d_model, rngs)
+        self.numerics = numerics
+
+    def __call__(
+        self, x: Float[Array, "B T d"], keep: Bool[Array, "B T"] | None, context: Context
+    ) -> BranchOut:
+        """Applies the layer to every token."""
+        gate = contract("feedforward/gate", x, self.gate[...], "btd,df->btf", self.numerics)
+        up = contract("feedforward/up", x, self.up[...], "btd,df->btf", self.numerics)
+        y = contract(
+            "feedforward/down", jax.nn.silu(gate) * up, self.down[...], "btf,fd->btd", self.numerics
+        )
+        return BranchOut(y)

@@ -1,0 +1,78 @@
+"""Gates that decide how strongly a sub-layer writes, read from the stream before the branch runs."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from nag_jax.models.linear import Numerics, contract
+from nag_jax.parameters import declare
+
+# The power g^beta has an infinite gradient at g = 0; the gate sum is held above this (P1's gates in
+# public reimplementations turned to NaN without it).
+GATE_FLOOR = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """What a gate says of each token.
+
+    Attributes:
+        m: Modulator in [0, 1], [B, T], at least float32.
+        floored: 1 where the gate sum sits on its floor, [B, T], same dtype.
+        keep: Which tokens the branch executes, [B, T] bool, or None for all.
+    """
+
+    m: Float[Array, "B T"]
+    floored: Float[Array, "B T"]
+    keep: Array | None = None
+
+
+class NormModulator(nnx.Module):
+    """The norm modulator m = (sum_i softmax(p)_i sigmoid(R.w_i + b_i))^beta, equation (13) of P1.
+
+    Weights start at standard deviation scale/sqrt(d), so that pre-activations of a direction of norm
+    sqrt(d) have standard deviation `scale`; p and b start at 0 (m near 1/2), beta at `beta_init`
+    through a softplus. P1 gives C and that beta is positive; the other values are public code's.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        directions: int,
+        weight_scale: float,
+        beta_init: float,
+        beta_trainable: bool,
+        numerics: Numerics,
+        rngs: nnx.Rngs,
+    ):
+        weight = jax.random.normal(rngs.params(), (d_model, directions)) * (
+            weight_scale / math.sqrt(d_model)
+        )
+        self.weight = declare(weight, ("embed", "directions"), "gate")
+        self.bias = declare(jnp.zeros(directions), ("directions",), "gate")
+        self.mixture_logits = declare(jnp.zeros(directions), ("directions",), "gate")
+        self.beta_init = beta_init
+        self.beta_trainable = beta_trainable
+        if beta_trainable:
+            raw = jnp.asarray(math.log(math.expm1(beta_init)), jnp.float32)
+            self.beta_raw = declare(raw, (), "gate")
+        self.numerics = numerics
+
+    def __call__(self, direction: Float[Array, "B T d"]) -> Gate:
+        """Reads the gate of every token, in at least float32."""
+        dtype = self.numerics.statistics_dtype
+        z = contract(
+            "gate/directions", direction, self.weight[...], "btd,dc->btc", self.numerics, dtype
+        )
+        mixture = jax.nn.softmax(self.mixture_logits[...].astype(dtype))
+        total = jax.nn.sigmoid(z + self.bias[...].astype(dtype)) @ mixture
+        clamped = jnp.maximum(total, GATE_FLOOR)
+        if self.beta_trainable:
+            m = clamped ** jax.nn.softplus(self.beta_raw[...].astype(dtype))
+        else:
+            m = clamped**self.beta_init
+        return Gate(m=m, floored=(total <= GATE_FLOOR).astype(dtype))

@@ -1,0 +1,1 @@
+"""Meshes and the rules that place arrays on them."""
