@@ -1,7 +1,7 @@
 """The config tree: shared defaults, the kinds' own defaults, overrides, and JSON.
 
-A config holds the shared leaves below and those of the chosen kinds, nothing else. What a key's text
-means is in `values.py`, the kinds in `kinds.py`, forbidden combinations in `validation.py`.
+A config holds the shared leaves below and those of the chosen kinds, nothing else. Typed values are
+in `values.py`, the kinds in `kinds.py`, forbidden combinations in `validation.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nag_jax.config_files import load_config_file, parse_arg
 from nag_jax.dotted import flatten, nest
 from nag_jax.errors import UserError
 from nag_jax.kinds import REGISTRY, kind_class, kind_defaults
-from nag_jax.validation import validate, validate_devices
+from nag_jax.validation import RULES, validate, validate_devices
 from nag_jax.values import Leaf, convert, describe_type, parse
 
 __all__ = [
@@ -100,7 +100,7 @@ def shared_defaults() -> dict[str, Any]:
             "keep_last": 2,
             "keep_best": 1,
             "keep_steps": (),
-            "keep_log_spaced": 0,  # per factor of two in steps; 0: off
+            "keep_log_spaced": 0,  # checkpoints kept per doubling of the step; 0: none
         },
         "mesh": {"data": -1, "fsdp": 1},  # -1: all devices that remain
         "metrics": {"tensorboard": True, "wandb_project": ""},
@@ -116,6 +116,7 @@ SMOKE: dict[str, Leaf] = {
     "model.d_model": 32,
     "model.num_blocks": 2,
     "model.loss_chunk": 32,
+    "model.connection.alpha_warmup_steps": 2,
     "model.connection.gate_directions": 8,
     "model.attention.num_heads": 2,
     "model.attention.num_kv_heads": 1,
@@ -174,7 +175,7 @@ def resolve(
             continue
         _check_key(key, value, leaves, kinds)
         if key in leaves:
-            leaves[key] = convert(key, value, leaves[key]) if key not in texts else leaves[key]
+            leaves[key] = convert(key, value, leaves[key])
     for key, text in texts.items():
         _check_key(key, text, leaves, kinds)
         leaves[key] = parse(key, text, leaves[key])
@@ -262,8 +263,13 @@ def help_text(config: ConfigDict) -> str:
     for key, value in flatten(config).items():
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
         node = key.removesuffix(".kind")
-        choices = f"{' | '.join(REGISTRY[node])}" if node in REGISTRY else describe_type(key, value)
-        lines.append(f"  --config.{key}={text or repr(text)}   ({choices})")
+        if node in REGISTRY and key != node:
+            allowed = " | ".join(REGISTRY[node])
+        elif key in RULES:
+            allowed = f"{describe_type(key, value)}, {RULES[key].words}"
+        else:
+            allowed = describe_type(key, value)
+        lines.append(f"  --config.{key}={text or repr(text)}   ({allowed})")
     return "\n".join(lines)
 
 
@@ -285,9 +291,7 @@ def _leaves_of_kinds(kinds: Mapping[str, str], shared: Mapping[str, Leaf]) -> di
     return leaves
 
 
-def _check_key(
-    key: str, value: Any, leaves: Mapping[str, Leaf], kinds: Mapping[str, str]
-) -> None:
+def _check_key(key: str, value: Any, leaves: Mapping[str, Leaf], kinds: Mapping[str, str]) -> None:
     """Raises a UserError unless `key` is a leaf (or a group given as an empty dict)."""
     if key in leaves:
         return

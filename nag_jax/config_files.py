@@ -1,7 +1,7 @@
 """Config files: running `path.py:argument` and reading the argument.
 
-A config file defines `get_config(arg)` and returns only what differs from the defaults; this module
-turns every mistake in one into a sentence with the file and line. What the keys mean is not known here.
+A config file defines `get_config(arg)`, which returns only what differs from the defaults. A
+mistake in one becomes a sentence with its file and line. What the keys mean is not known here.
 """
 
 from __future__ import annotations

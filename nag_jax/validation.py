@@ -1,8 +1,8 @@
 """Combinations of config values that cannot work, refused before any data is read or compiled.
 
-Optimizers and schedules check their own ranges when they are built, which costs nothing, so they are
-built here once. Types and unknown keys are `config.resolve`'s; a user's own kinds check their keys
-themselves.
+Optimizers and schedules check their own ranges when they are built, which costs nothing, so they
+are built here once. Types and unknown keys are `config.resolve`'s; a user's own kinds check their
+keys themselves.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ def validate_devices(config: ConfigDict, num_devices: int) -> None:
         )
     if config.evaluation.batch_size % shards:
         raise UserError(
-            f"evaluation.batch_size={config.evaluation.batch_size} rows cannot be shared equally by "
-            f"{shards} devices: it must be a multiple of {shards} (such as "
+            f"evaluation.batch_size={config.evaluation.batch_size} rows cannot be shared equally "
+            f"by {shards} devices: it must be a multiple of {shards} (such as "
             f"{_numbers(_near_multiples(config.evaluation.batch_size, shards))})"
         )
 
@@ -190,7 +190,7 @@ def _near_multiples(number: int, step: int) -> list[int]:
 
 
 def _numbers(numbers: list[int]) -> str:
-    """ "1, 2 or 4", leaving out the middle of a long list."""
+    """Numbers in words, such as "1, 2 or 4"; leaves out the middle of a long list."""
     if len(numbers) > 8:
         numbers = numbers[:4] + numbers[-4:]
     texts = [str(n) for n in numbers]

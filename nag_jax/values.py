@@ -1,7 +1,7 @@
 """Typed config values: how a value, or its text on the command line, becomes the type of a default.
 
-A leaf is a bool, int, float, str or a tuple of one of these. Whole trees, keys that do not exist and
-combinations of values are not known here.
+A leaf is a bool, int, float, str or a tuple of one of these. Whole trees, keys that do not exist
+and combinations of values are not known here.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def convert(key: str, value: Any, default: Leaf) -> Leaf:
 def parse(key: str, text: str, default: Leaf) -> Leaf:
     """Converts the text of a command-line override to the type of `default`.
 
-    Text is taken literally; an int may be written `1e5` or `100_000`, a bool `true`, `false`, `1` or
-    `0`, a tuple `1,2`, `(1, 2)` or `('c', 'd')`, the empty tuple `()`.
+    Text is taken literally; an int may be written `1e5` or `100_000`, a bool `true`, `false`, `1`
+    or `0`, a tuple `1,2`, `(1, 2)` or `('c', 'd')`, the empty tuple `()`.
 
     Raises:
       UserError: the text is no such value; names key, text and type.
