@@ -1,0 +1,211 @@
+"""What a model costs: parameters by role, FLOPs per token, and an estimate of memory per device.
+
+Everything is read from the parameters' records and the config, so nothing is compiled and a module
+of a user's own is counted by the parameters that it declares. FLOPs are those of the products that
+the mathematics needs: multiply and add count one each, attention is causal, padding of the
+vocabulary, norms, activations and recomputation count nothing.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+from rich.filesize import decimal
+
+from nag_jax.config import kind_class
+from nag_jax.parameters import STACK_AXIS, ParamInfo, flatten
+
+# Backward through a product costs two products of its size: by the weight and by the input.
+TRAINING_FACTOR = 3
+
+# Calibrated on compiled programs (see `memory_estimate`).
+_KEEP_ALL = 2.2
+_WORKSPACE = 4.0
+_SCORE_COPIES = 2
+_LOGIT_COPIES = 3
+
+
+def forward_flops(
+    infos: Mapping[str, Any], config: ConfigDict, vocab_size: int
+) -> dict[str, float]:
+    """Returns forward FLOPs per token by part of the model.
+
+    A product of a token with a weight costs twice the weight's size. The parts are "<sub-layer>"
+    for the weights of each kind of sub-layer, "attention context" for products of queries with keys
+    and of probabilities with values, averaged over the `row_length` causal positions of a row that
+    holds one document (where the attention's kind says it, by `context_flops`), "gates",
+    "convolutions" and "decode"; looking an embedding up costs nothing.
+
+    Args:
+        infos: Nested dict of `ParamInfo`.
+        config: The complete config.
+        vocab_size: True size of the vocabulary.
+    """
+    parts: defaultdict[str, float] = defaultdict(float)
+    for path, info in flatten(infos).items():
+        if info.role == "matrix":
+            parts[_sublayer(path)] += 2 * info.size
+        elif info.role == "gate" and "embed" in info.axes:  # alpha, beta, p, b are elementwise
+            parts["gates"] += 2 * info.size
+        elif info.role == "conv":
+            parts["convolutions"] += 2 * info.size
+    kind = kind_class("model.attention", config.model.attention.kind)
+    if hasattr(kind, "context_flops"):
+        per_block = kind.context_flops(config.model.attention, config.data.row_length)
+        parts["attention context"] += config.model.num_blocks * per_block
+    parts["decode"] += 2 * config.model.d_model * vocab_size
+    return dict(parts)
+
+
+def training_flops(infos: Mapping[str, Any], config: ConfigDict, vocab_size: int) -> float:
+    """Returns FLOPs per token of a training step: three forward passes, recomputation not counted."""
+    return TRAINING_FACTOR * sum(forward_flops(infos, config, vocab_size).values())
+
+
+def parameters_by_role(infos: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
+    """Returns the number of parameters of each role, without the vocabulary's padding."""
+    roles: defaultdict[str, int] = defaultdict(int)
+    for info in flatten(infos).values():
+        roles[info.role] += _true_size(info, vocab_size)
+    return dict(roles)
+
+
+def active_parameters(infos: Mapping[str, Any], vocab_size: int) -> int:
+    """Returns how many parameters one token's forward pass reads.
+
+    A tied table is read whole by the decode; beside a free head a token reads its own row only.
+    """
+    flat = flatten(infos).values()
+    free_head = any(info.role == "head" for info in flat)
+    total = 0
+    for info in flat:
+        size = _true_size(info, vocab_size)
+        total += size // vocab_size if free_head and info.role == "embedding" else size
+    return total
+
+
+def memory_estimate(
+    infos: Mapping[str, Any],
+    config: ConfigDict,
+    optimizer_state: Any,
+    data: int = 1,
+    fsdp: int = 1,
+) -> dict[str, float]:
+    """Returns an estimate of a training step's memory on each device, in bytes by purpose.
+
+    Parameters, gradients and optimizer state are exact up to sharding, which divides them by
+    `fsdp`. With n tokens a micro-batch on a device, c bytes a number of the compute dtype, and per
+    token of a block: w outputs of weight products, q inputs of attention's output projection, d the
+    stream,
+
+        kept per block = n c d                    remat "nothing_saveable"
+                         n c (d + w + q)          the policies that keep products of weights
+                         2.2 n c (d + w + q)      "none"
+        workspace      = 4 n c w  (one block's backward pass: intermediates and their cotangents)
+                         + two chunks of attention scores + three chunks of logits, in float32
+
+    The constants fit XLA's own memory analysis on CPU, mostly within a quarter; the compiler of
+    another device may differ more.
+
+    Args:
+        infos: Nested dict of `ParamInfo`.
+        config: The complete config.
+        optimizer_state: Pytree with `shape` and `dtype`, such as `jax.eval_shape(optimizer.init,
+            params)`.
+        data: Size of the mesh axis "data".
+        fsdp: Size of the mesh axis "fsdp".
+    """
+    flat = flatten(infos)
+    parameters = sum(info.size * jnp.dtype(info.dtype).itemsize for info in flat.values())
+    state = sum(
+        leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(optimizer_state)
+    )
+
+    model, rows = config.model, config.train.batch_size / config.train.accumulation / (data * fsdp)
+    length = config.data.row_length
+    itemsize = jnp.dtype(model.compute_dtype).itemsize
+    outputs = attention_output = 0.0  # numbers per token, over all blocks
+    for path, info in flat.items():
+        if info.axes[:1] != (STACK_AXIS,):
+            continue
+        if info.role == "matrix":
+            outputs += info.shape[0] * math.prod(info.shape[i] for i in info.columns)
+            if _sublayer(path) == "attention" and info.columns == (info.axes.index("embed"),):
+                attention_output += info.shape[0] * math.prod(info.shape[i] for i in info.rows)
+        elif info.role == "gate" and "embed" in info.axes:
+            outputs += math.prod(info.shape) // model.d_model
+    stream = model.num_blocks * model.d_model
+    kept = {
+        "nothing_saveable": stream,
+        "none": _KEEP_ALL * (stream + outputs + attention_output),
+    }.get(model.remat, stream + outputs + attention_output)
+    chunk = min(model.loss_chunk or length, length)
+    padded = next(info.shape[0] for info in flat.values() if info.role == "embedding")
+    workspace = _WORKSPACE * itemsize * rows * length * outputs / model.num_blocks
+    workspace += _LOGIT_COPIES * 4 * rows * chunk * padded
+    attention = model.attention
+    if "query_chunk" in attention:
+        scores = attention.num_heads * min(attention.query_chunk, length) * length
+        workspace += _SCORE_COPIES * 4 * rows * scores
+    return {
+        "parameters": parameters / fsdp,
+        "gradients": parameters / fsdp,
+        "optimizer state": state / fsdp,
+        "kept activations": itemsize * rows * length * kept,
+        "workspace": workspace,
+    }
+
+
+def model_table(
+    infos: Mapping[str, Any],
+    config: ConfigDict,
+    vocab_size: int,
+    optimizer_state: Any,
+    data: int = 1,
+    fsdp: int = 1,
+) -> list[tuple[str, str]]:
+    """Returns (quantity, value) rows for the header that a training run prints.
+
+    Rows of parts are indented by two spaces under their total. Arguments as in `memory_estimate`,
+    and the true size of the vocabulary.
+    """
+    roles = parameters_by_role(infos, vocab_size)
+    flops = forward_flops(infos, config, vocab_size)
+    memory = memory_estimate(infos, config, optimizer_state, data, fsdp)
+    rows = [("parameters", _si(sum(roles.values())))]
+    rows += [(f"  {role}", _si(count)) for role, count in _largest_first(roles)]
+    rows += [("  active per token", _si(active_parameters(infos, vocab_size)))]
+    rows += [("forward FLOPs per token", _si(sum(flops.values())))]
+    rows += [(f"  {part}", _si(count)) for part, count in _largest_first(flops)]
+    rows += [("training FLOPs per token", _si(TRAINING_FACTOR * sum(flops.values())))]
+    rows += [("memory per device, estimated", decimal(round(sum(memory.values()))))]
+    rows += [(f"  {purpose}", decimal(round(size))) for purpose, size in memory.items()]
+    return rows
+
+
+def _sublayer(path: str) -> str:
+    """Name of the sub-layer that a stacked parameter belongs to, else its top-level module."""
+    names = path.split("/")
+    return names[names.index("blocks") + 1] if "blocks" in names else names[0]
+
+
+def _true_size(info: ParamInfo, vocab_size: int) -> int:
+    if "vocabulary" not in info.axes:
+        return info.size
+    return info.size // info.shape[info.axes.index("vocabulary")] * vocab_size
+
+
+def _largest_first(counts: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(counts.items(), key=lambda item: -item[1])
+
+
+def _si(number: float) -> str:
+    """Three significant digits with k, M, G, T."""
+    for factor, suffix in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if number >= factor:
+            return f"{number / factor:.3g}{suffix}"
+    return f"{number:.3g}"
