@@ -1,8 +1,8 @@
 """How a parameter is declared, and what the rest of the code may ask about it.
 
 Every parameter is made by `declare`, which records its logical axes and its role as plain metadata
-on the Flax Variable. Optimizer groups, sharding, decay and FLOP counts read that record, so a module
-of a user's own gets all of them right by declaring its parameters in the same way.
+on the Flax Variable. Optimizer groups, sharding, decay and FLOP counts read that record, so a
+module of a user's own gets all of them right by declaring its parameters in the same way.
 """
 
 import dataclasses

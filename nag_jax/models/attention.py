@@ -39,7 +39,7 @@ def rotate(
 
 
 class GroupedQueryAttention(nnx.Module):
-    """Causal softmax attention; `num_kv_heads` equal to `num_heads` is multi-head, 1 multi-query."""
+    """Causal softmax attention: multi-head if `num_kv_heads` is `num_heads`, multi-query if 1."""
 
     @staticmethod
     def defaults() -> dict[str, Any]:

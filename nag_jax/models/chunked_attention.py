@@ -1,9 +1,9 @@
 """Exact causal attention within documents, in memory linear in the row length.
 
 Queries are processed in chunks; the backward pass recomputes each chunk's probabilities from the
-saved log-normaliser, as flash attention does, so that no [T, T] array ever exists. Chunks are grouped
-into at most `MAX_GROUPS` groups, each of which reads only the keys up to its own end: this skips
-nearly half of the masked work while the program's size does not grow with T.
+saved log-normaliser, as flash attention does, so that no [T, T] array ever exists. Chunks form at
+most `MAX_GROUPS` groups, each of which reads only the keys up to its own end: this skips nearly all
+of the masked half while the program's size does not grow with T.
 """
 
 import functools

@@ -215,7 +215,7 @@ class ResidualFree(PreNorm):
     """No skip connection: X <- f(norm(X)), with the pre-norms kept (P2, our reading)."""
 
     def write(self, stream: Stream, out: BranchOut, gate: None, context: Context) -> Written:
-        """Replaces the stream; the realised gain is the branch's size relative to the old stream."""
+        """Replaces the stream; the realised gain is the branch's size over the old stream's."""
         del gate, context
         y = weighted(out)
         gain = root_mean_square(y)[..., 0] / root_mean_square(stream[0])[..., 0]

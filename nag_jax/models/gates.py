@@ -1,4 +1,4 @@
-"""Gates that decide how strongly a sub-layer writes, read from the stream before the branch runs."""
+"""Gates: how strongly a sub-layer writes, read from the stream before the branch runs."""
 
 import dataclasses
 import math
@@ -34,9 +34,9 @@ class Gate:
 class NormModulator(nnx.Module):
     """The norm modulator m = (sum_i softmax(p)_i sigmoid(R.w_i + b_i))^beta, equation (13) of P1.
 
-    Weights start at standard deviation scale/sqrt(d), so that pre-activations of a direction of norm
-    sqrt(d) have standard deviation `scale`; p and b start at 0 (m near 1/2), beta at `beta_init`
-    through a softplus. P1 gives C and that beta is positive; the other values are public code's.
+    Weights start at standard deviation scale/sqrt(d), so that pre-activations of a direction of
+    norm sqrt(d) have standard deviation `scale`; p and b start at 0 (m near 1/2), beta at
+    `beta_init` through a softplus. P1 gives C and that beta is positive; the other values are public code's.
     """
 
     def __init__(

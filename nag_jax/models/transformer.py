@@ -1,8 +1,8 @@
 """From sub-layers to a language model: stages of scanned blocks, taps, remat, loss and logits.
 
 The forward pass is pure: parameters go in as nested dicts, everything measured comes out. A
-sub-layer is a branch and a connection; a block is an attention and a feed-forward sub-layer; a stage
-is one `lax.scan` over blocks of one pattern.
+sub-layer is a branch and a connection; a block is an attention and a feed-forward sub-layer; a
+stage is one `lax.scan` over blocks of one pattern.
 """
 
 import dataclasses
@@ -278,7 +278,7 @@ class LanguageModel:
         segment_ids: Int[Array, "B T"] | None = None,
         step: Array | int = 0,
     ) -> Float[Array, "B T V"]:
-        """Logits over the true vocabulary; one document a row unless `segment_ids` says otherwise."""
+        """Logits over the true vocabulary; a row is one document unless `segment_ids` is given."""
         if segment_ids is None:
             segment_ids = jnp.ones_like(tokens)
         module, hidden, log_scale, _ = self._forward(

@@ -1,5 +1,7 @@
 """Builds the device mesh that a config asks for."""
 
+import math
+
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
@@ -23,31 +25,36 @@ def mesh_shape(options: ConfigDict, num_devices: int) -> tuple[int, ...]:
         UserError: If no such mesh has exactly `num_devices` devices.
     """
     lengths = [int(options[name]) for name in MESH_AXES]
-    fixed = int(np.prod([length for length in lengths if length != -1]))
+    fixed = math.prod(length for length in lengths if length != -1)
     if -1 in lengths and num_devices % fixed == 0:
         lengths[lengths.index(-1)] = num_devices // fixed
-    if int(np.prod(lengths)) != num_devices:
-        asked = ", ".join(f"mesh.{name}={options[name]}" for name in MESH_AXES)
+    if math.prod(lengths) != num_devices:
+        asked = " and ".join(f"mesh.{name}={options[name]}" for name in MESH_AXES)
         raise UserError(
-            f"{asked} does not fit {num_devices} device{'s' * (num_devices != 1)}: the product of the "
-            f"axes must be {num_devices}, for instance mesh.data={num_devices} with mesh.fsdp=1, or "
-            "mesh.data=-1 with an fsdp that divides it."
+            f"{asked} does not fit the number of devices, {num_devices}: their product must be "
+            f"{num_devices}, such as mesh.data={num_devices} and mesh.fsdp=1, or mesh.data=-1 with "
+            "a mesh.fsdp that divides it"
         )
     return tuple(lengths)
 
 
-def make_mesh(options: ConfigDict, devices: list | None = None) -> Mesh:
-    """Mesh with axes `MESH_AXES` over the given devices, all of them by default.
+def make_mesh(options: ConfigDict, devices: list) -> Mesh:
+    """Mesh with axes `MESH_AXES` over the given devices, in their order.
 
     Axis types are Auto: the partitioner follows the constraints of `rules`.
+
+    Raises:
+        UserError: If the config's mesh is not made of that many devices.
     """
-    devices = jax.devices() if devices is None else devices
-    shape = mesh_shape(options, len(devices))
-    return Mesh(
-        np.asarray(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
-    )
+    return _mesh(devices, mesh_shape(options, len(devices)))
 
 
 def single_device_mesh() -> Mesh:
-    """Mesh of the first device alone, for evaluation and use outside training."""
-    return make_mesh(ConfigDict({"data": 1, "fsdp": 1}), jax.devices()[:1])
+    """Mesh of this process's first device alone, for use outside training."""
+    return _mesh(jax.local_devices()[:1], (1,) * len(MESH_AXES))
+
+
+def _mesh(devices: list, shape: tuple[int, ...]) -> Mesh:
+    return Mesh(
+        np.asarray(devices).reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
+    )

@@ -1,4 +1,4 @@
-"""The norm-agnostic residual update behind one name: which implementation runs, and its gradient."""
+"""The norm-agnostic residual update behind one name, whichever implementation runs."""
 
 from pallas_kernels.nag_update.dispatch import IMPLEMENTATIONS, choose, nag_update
 

@@ -29,8 +29,8 @@ def update_formula(
         gain: Gain a = alpha * m of each token.
 
     Returns:
-        The new direction in `direction`'s dtype, renormalised by its measured RMS, and the growth of
-        the log-norm, 0.5 * log(1 + a^2 q), in at least float32. q is 1 unless the branch is
+        The new direction in `direction`'s dtype, renormalised by its measured RMS, and the growth
+        of the log-norm, 0.5 * log(1 + a^2 q), in at least float32. q is 1 unless the branch is
         degenerate, where it is the squared length (over d) of the update that was really written.
     """
     statistics = jnp.promote_types(direction.dtype, jnp.float32)
@@ -55,9 +55,9 @@ def update_formula(
 def nag_update_reference(direction, branch, gain):
     """`update_formula`, with tokens of gain 0 passed through bit for bit.
 
-    Renormalising an untouched direction would change a third of its float32 entries, so those tokens
-    are selected unchanged. Their gradient is still the formula's: a gain that starts at 0, or a
-    skipped layer, could never learn otherwise.
+    Renormalising an untouched direction would change a third of its float32 entries, so those
+    tokens are selected unchanged. Their gradient is still the formula's: a gain that starts at 0,
+    or a skipped layer, could never learn otherwise.
     """
     updated, log_gain = update_formula(direction, branch, gain)
     return jnp.where(gain[..., None] == 0, direction, updated), log_gain

@@ -1,0 +1,1 @@
+"""Evaluation and sampling of trained models."""

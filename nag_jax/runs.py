@@ -1,0 +1,159 @@
+"""A trained run in Python: everything a checkpoint holds, with no other argument."""
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from nag_jax import config as config_lib
+from nag_jax.data import store, tokenizers
+from nag_jax.evals import generate as generation
+from nag_jax.evals.bits_per_byte import Evaluation, make_evaluator
+from nag_jax.models.transformer import LanguageModel, build_model
+from nag_jax.sharding.mesh import single_device_mesh
+from nag_jax.training import start
+from nag_jax.training.checkpoints import CheckpointReader, find_checkpoint
+from nag_jax.training.state import abstract_params
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run as it stood at one checkpoint.
+
+    Attributes:
+        config: The complete config it was trained with.
+        model: The model, as pure functions of parameters.
+        params: Parameters on the mesh.
+        tokenizer: The run's tokenizer.
+        step: Optimizer steps behind the parameters.
+        mesh: Where the parameters live.
+        fingerprint: Fingerprint of the corpus it was trained on.
+    """
+
+    config: ConfigDict
+    model: LanguageModel
+    params: dict[str, Any]
+    tokenizer: Any
+    step: int
+    mesh: Mesh
+    fingerprint: str
+
+    def logits(self, tokens: Any, segment_ids: Any = None) -> jax.Array:
+        """Next-token logits.
+
+        Args:
+            tokens: int [T] or [B, T], beginning with `tokenizer.bos_id` as in training.
+            segment_ids: Document of each position, [B, T]; one document a row by default.
+
+        Returns:
+            float32 [T, V] or [B, T, V] over the true vocabulary.
+        """
+        tokens = jnp.asarray(tokens, jnp.int32)
+        batched = jnp.atleast_2d(tokens)
+        if segment_ids is None:
+            segment_ids = jnp.ones_like(batched)
+        with jax.set_mesh(self.mesh):
+            out = jax.jit(self.model.logits)(
+                self.params, batched, jnp.asarray(segment_ids, jnp.int32), self.step
+            )
+        return out[0] if tokens.ndim == 1 else out
+
+    def evaluate(self, documents: Iterable[tuple[str, str]], batch_size: int = 16) -> Evaluation:
+        """Scores named texts, packed into rows of the length used in training.
+
+        Args:
+            documents: (name, text) pairs.
+            batch_size: Rows per forward pass; no result depends on it.
+
+        Returns:
+            Bits per byte in all and by document, loss, accuracy and taps.
+        """
+        rows = store.pack(documents, self.tokenizer, self.config.data.row_length)
+        return make_evaluator(self.model, self.mesh, batch_size)(self.params, rows, self.step)
+
+    def bits_per_byte(self, texts: Iterable[str]) -> float:
+        """Bits per byte of some texts, taken together."""
+        return self.evaluate((str(i), text) for i, text in enumerate(texts)).bits_per_byte
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        on_text: Callable[[str], None] | None = None,
+    ) -> generation.Generation:
+        """Continues a prompt; see `nag_jax.evals.generate.generate`."""
+        return generation.generate(
+            self.model,
+            self.params,
+            self.tokenizer,
+            prompt,
+            step=self.step,
+            mesh=self.mesh,
+            context=self.config.data.row_length,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            on_text=on_text,
+        )
+
+
+def load_run(
+    path: epath.PathLike,
+    step: int | None = None,
+    mesh: Mesh | None = None,
+    dtype: Any = None,
+    *,
+    allow_user_kinds: bool = False,
+) -> Run:
+    """Loads a run from its folder, its checkpoints folder or one step's folder.
+
+    Args:
+        path: Where it is; relative and `~` paths too.
+        step: Which step; the newest intact one by default.
+        mesh: Where to put the parameters, whatever mesh wrote them; one device by default.
+        dtype: Dtype of the parameters instead of float32, such as jnp.bfloat16.
+        allow_user_kinds: Whether a config that names classes of its user's own may import them.
+
+    Returns:
+        The run.
+
+    Raises:
+        UserError: There is no usable checkpoint, or it needs `allow_user_kinds`.
+    """
+    folder, step_in_path = find_checkpoint(path)
+    reader = CheckpointReader(folder)
+    step = step_in_path if step is None else step
+    if step is None:
+        step, _ = reader.restore(None, {})
+    documents = reader.read_documents(step)
+    config = config_lib.from_json(
+        documents[start.CONFIG_FILE].decode(), allow_user_kinds=allow_user_kinds
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        start.restore_folder(documents, start.TOKENIZER_FOLDER, epath.Path(scratch))
+        tokenizer = tokenizers.load(scratch)
+    model = build_model(config, tokenizer.vocab_size)
+    mesh = single_device_mesh() if mesh is None else mesh
+    _, arrays = reader.restore(step, {"params": abstract_params(model, mesh, dtype)})
+    return Run(
+        config=config,
+        model=model,
+        params=arrays["params"],
+        tokenizer=tokenizer,
+        step=step,
+        mesh=mesh,
+        fingerprint=start.read_fingerprint(documents),
+    )

@@ -1,0 +1,56 @@
+"""What a run says of itself before its first step: model, cost, mesh, implementations."""
+
+import optax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.table import Table
+
+from nag_jax.analysis.flops import model_table
+from nag_jax.models.transformer import LanguageModel
+from nag_jax.training.state import abstract_state
+from pallas_kernels.nag_update import choose
+
+
+def implementations(config: ConfigDict) -> list[tuple[str, str, str]]:
+    """(operation, implementation, reason) of every operation that has a choice."""
+    chosen = [("attention", "chunked", "memory linear in the row length, isolates documents")]
+    if config.model.connection.kind == "nag":
+        chosen.append(("residual update", *choose()))
+    return chosen
+
+
+def print_header(
+    config: ConfigDict,
+    model: LanguageModel,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+) -> None:
+    """Prints the table of the model, the mesh and the implementation chosen per operation."""
+    kinds = ", ".join(
+        f"{node} {config.model[node].kind}" for node in ("connection", "attention", "feedforward")
+    )
+    table = Table(
+        title=f"{config.model.num_blocks} blocks of width {config.model.d_model}: {kinds}"
+    )
+    table.add_column("quantity")
+    table.add_column("value", justify="right")
+    optimizer_state = abstract_state(model, optimizer, mesh).opt_state
+    for row in model_table(
+        model.infos,
+        config,
+        model.vocab_size,
+        optimizer_state,
+        data=mesh.shape["data"],
+        fsdp=mesh.shape["fsdp"],
+    ):
+        table.add_row(*row)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    device = mesh.devices.flat[0]
+    axes = ", ".join(f"{name} {length}" for name, length in mesh.shape.items())
+    console.print(
+        f"{mesh.size} x {device.device_kind} ({device.platform}), mesh {axes}", markup=False
+    )
+    for operation, implementation, reason in implementations(config):
+        console.print(f"{operation}: {implementation} ({reason})", markup=False)

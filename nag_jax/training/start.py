@@ -1,0 +1,253 @@
+"""How a run starts: afresh, from its own newest checkpoint, or from another run.
+
+Also what a checkpoint holds beside arrays, since both ends must agree on it.
+"""
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from etils import epath
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from nag_jax import config as config_lib
+from nag_jax.errors import UserError
+from nag_jax.models.transformer import LanguageModel
+from nag_jax.training.checkpoints import (
+    CheckpointReader,
+    Checkpoints,
+    find_checkpoint,
+    folder_documents,
+)
+from nag_jax.training.state import TrainState, abstract_state, initialise
+
+CONFIG_FILE = "config.json"
+POSITION_FILE = "data.json"
+TOKENIZER_FOLDER = "tokenizer"
+CARRIED = ("params", "opt", "balance", "data")
+
+# Keys that change how a run is executed but neither what it computes nor in which order: a run may
+# go on with other values of these.
+RESUMABLE_KEYS = (
+    "checkpoint.",
+    "data.cache_folder",
+    "data.prefetch_rows",
+    "data.workers",
+    "evaluation.",
+    "mesh.",
+    "metrics.",
+    "model.attention.query_chunk",
+    "model.loss_chunk",
+    "model.remat",
+    "train.accumulation",
+    "train.log_every",
+    "train.nan_policy",
+    "train.peak_flops",
+    "train.profile_start",
+    "train.profile_steps",
+    "train.strict_kernels",
+    "train.taps",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where a run stands: optimizer steps done and rows of the training order consumed."""
+
+    step: int
+    rows_consumed: int
+
+    def to_json(self, fingerprint: str) -> str:
+        """The checkpoint's document of it, with the fingerprint of the corpus it counts in."""
+        return json.dumps(dataclasses.asdict(self) | {"fingerprint": fingerprint}, indent=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class InitFrom:
+    """Another run to start from.
+
+    Attributes:
+        path: Its folder, its checkpoints folder or a step folder.
+        step: The step, or None for the newest.
+        carry: What to take over, from `CARRIED`; always "params".
+    """
+
+    path: str
+    step: int | None
+    carry: tuple[str, ...]
+
+
+def parse_init_from(value: str, carry: Sequence[str]) -> InitFrom | None:
+    """Reads `--init_from=RUN[@step]` and `--carry=params,...`.
+
+    Raises:
+        UserError: The step is no number, or something unknown is to be carried.
+    """
+    unknown = [name for name in carry if name not in CARRIED]
+    if unknown or "params" not in carry:
+        raise UserError(
+            f"--carry={','.join(carry)} must hold params and may add {', '.join(CARRIED[1:])}"
+        )
+    if not value:
+        if tuple(carry) != ("params",):
+            raise UserError("--carry says what to take from --init_from, which is not given")
+        return None
+    path, at, step = value.rpartition("@")
+    if at and not step.isdigit():
+        raise UserError(f"--init_from={value}: after @ comes a step, such as {path}@1000")
+    return InitFrom(path if at else value, int(step) if at else None, tuple(carry))
+
+
+def checkpoint_documents(config: ConfigDict, prepared: Any) -> dict[str, str | bytes]:
+    """The documents that are the same in every checkpoint of a run: config and tokenizer."""
+    with tempfile.TemporaryDirectory() as folder:
+        prepared.tokenizer.save(folder)
+        tokenizer = folder_documents(folder, TOKENIZER_FOLDER)
+    return {CONFIG_FILE: config_lib.to_json(config), **tokenizer}
+
+
+def check_resume(checkpoints: Checkpoints, config: ConfigDict, init_from: InitFrom | None) -> None:
+    """Refuses to go on with a run under a config that makes it another run.
+
+    Raises:
+        UserError: The config differs in a key that matters (the differences are listed), or
+            `--init_from` names a start for a folder that has one.
+    """
+    if checkpoints.is_empty():
+        return
+    if init_from is not None:
+        raise UserError(
+            f"--init_from starts a new run, but {checkpoints.folder} holds checkpoints already: "
+            "choose another --workdir, or leave --init_from out to go on with this run"
+        )
+    steps = checkpoints.steps()
+    if not steps:
+        return  # all damaged; restoring says so by name
+    saved = checkpoints.read_documents(steps[-1])[CONFIG_FILE].decode()
+    saved = config_lib.from_json(saved, allow_user_kinds=True)
+    different = [
+        line for line in config_lib.diff(saved, config) if not line.startswith(RESUMABLE_KEYS)
+    ]
+    if different:
+        raise UserError(
+            f"{checkpoints.folder} holds a run with another config (saved -> asked): "
+            + "; ".join(different)
+            + ". Use another --workdir, with --init_from to start from this run's weights"
+        )
+
+
+def start_state(
+    checkpoints: Checkpoints,
+    config: ConfigDict,
+    model: LanguageModel,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    prepared: Any,
+    init_from: InitFrom | None,
+) -> tuple[TrainState, Position]:
+    """The state and position that a run starts from, saying which.
+
+    Raises:
+        UserError: A checkpoint cannot be used, or was trained on another corpus.
+    """
+    if not checkpoints.is_empty():
+        return _resume(checkpoints, config, model, optimizer, mesh, prepared)
+    state = initialise(model, optimizer, config.seed, mesh)
+    if init_from is None:
+        return state, Position(0, 0)
+    return _branch(state, init_from, prepared)
+
+
+def _resume(checkpoints, config, model, optimizer, mesh, prepared):
+    abstract = abstract_state(model, optimizer, mesh)
+    step, arrays = checkpoints.restore(
+        None,
+        {"params": abstract.params, "opt_state": abstract.opt_state, "balance": abstract.balance},
+    )
+    documents = checkpoints.read_documents(step)
+    position = _read_position(documents, prepared, f"{checkpoints.folder}, step {step}")
+    saved = config_lib.from_json(documents[CONFIG_FILE].decode(), allow_user_kinds=True)
+    changed = config_lib.diff(saved, config)
+    print(f"Going on from step {step} of {config.train.steps} in {checkpoints.folder}.")
+    if changed:
+        print(f"Changed since it was saved (no change of the result): {'; '.join(changed)}.")
+    return _state(arrays, step, mesh, abstract), position
+
+
+def _branch(state: TrainState, init_from: InitFrom, prepared: Any) -> tuple[TrainState, Position]:
+    folder, step_in_path = find_checkpoint(init_from.path)
+    source = CheckpointReader(folder)
+    step = init_from.step if init_from.step is not None else step_in_path
+    values = {"params": state.params}
+    if "opt" in init_from.carry:
+        values["opt_state"] = state.opt_state
+    if "balance" in init_from.carry:
+        values["balance"] = state.balance
+    step, arrays, carried = source.restore_matching(step, values)
+    print(f"Starting from step {step} of {folder}, carrying {', '.join(init_from.carry)}:")
+    for words, paths in (
+        ("kept", carried.kept),
+        ("new, as initialised", carried.new),
+        ("dropped, without a place here", carried.dropped),
+    ):
+        print(f"  {words}: {', '.join(paths) if paths else 'none'}")
+    if not any(path.startswith("params/") for path in carried.kept):
+        raise UserError(f"no parameter of step {step} in {folder} fits this config's model")
+    if "opt_state" in arrays:
+        arrays["opt_state"] = _rewind_schedules(arrays["opt_state"])
+    position = Position(0, 0)
+    if "data" in init_from.carry:
+        documents = source.read_documents(step)
+        rows = _read_position(documents, prepared, f"{folder}, step {step}").rows_consumed
+        position = Position(0, rows)
+    return dataclasses.replace(state, **arrays), position
+
+
+def _rewind_schedules(opt_state: Any) -> Any:
+    """Sets the schedules' step counts to 0: the new run has a schedule of its own."""
+
+    def is_schedule(node):
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    return jax.tree.map(
+        lambda node: node._replace(count=jnp.zeros_like(node.count)) if is_schedule(node) else node,
+        opt_state,
+        is_leaf=is_schedule,
+    )
+
+
+def _read_position(documents: dict[str, bytes], prepared: Any, where: str) -> Position:
+    saved = json.loads(documents[POSITION_FILE])
+    fingerprint = saved.pop("fingerprint")
+    if fingerprint != prepared.fingerprint:
+        raise UserError(
+            f"the corpus has changed since {where} was saved (fingerprint {fingerprint} then, "
+            f"{prepared.fingerprint} now): its rows would not be the same; restore the files, or "
+            "start a new run with --init_from"
+        )
+    return Position(**saved)
+
+
+def _state(arrays: dict[str, Any], step: int, mesh: Mesh, abstract: TrainState) -> TrainState:
+    counter = jax.device_put(jnp.asarray(step, jnp.int32), abstract.step.sharding)
+    return TrainState(arrays["params"], arrays["opt_state"], arrays["balance"], counter)
+
+
+def restore_folder(documents: dict[str, bytes], prefix: str, folder: epath.Path) -> None:
+    """Writes the documents under `prefix` as files in a folder."""
+    for name, content in documents.items():
+        if name.startswith(f"{prefix}/"):
+            path = folder / name.removeprefix(f"{prefix}/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+
+def read_fingerprint(documents: dict[str, bytes]) -> str:
+    """Fingerprint of the corpus that a checkpoint's run was trained on."""
+    return json.loads(documents[POSITION_FILE])["fingerprint"]

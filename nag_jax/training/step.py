@@ -1,0 +1,129 @@
+"""One optimizer step as one jitted function, and the step of evaluation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from nag_jax.models.transformer import LanguageModel
+from nag_jax.sharding import rules
+from nag_jax.training.state import TrainState, abstract_state
+
+Batch = dict[str, jax.Array]
+
+
+def batch_sums(
+    model: LanguageModel, params: Any, batch: Batch, step: jax.Array, taps: bool
+) -> dict[str, Any]:
+    """What a (micro-)batch adds to the step: sums, never means, so that any split adds up alike."""
+    out = model.evaluate_batch(params, batch, step, taps)
+    return {
+        "nats": jnp.sum(out["nats"]),
+        "correct": jnp.sum(out["correct"]),
+        "tokens": jnp.sum(batch["valid"][:, 1:].astype(jnp.float32)),
+        "taps": out["taps"],
+    }
+
+
+def train_step(
+    model: LanguageModel,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    *,
+    accumulation: int,
+    taps: bool,
+    skip_not_finite: bool,
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]:
+    """Builds the function of one optimizer step.
+
+    Gradients are summed over micro-batches and divided once by the number of valid targets of the
+    global batch, so that a micro-batch with fewer tokens counts for less.
+
+    Args:
+        model: The model.
+        optimizer: The optimizer.
+        schedule: Learning rate by step, for the metrics.
+        accumulation: Micro-batches per step; divides the batch's rows.
+        taps: Whether sub-layers measure themselves.
+        skip_not_finite: Whether a step whose loss or gradient is not finite changes nothing but
+            the step count.
+
+    Returns:
+        (state, batch) -> (state, metrics): loss in nats per token, accuracy, valid tokens, norms of
+        gradient, update and parameters, rate, whether all was finite, and the mean taps by
+        sub-layer.
+    """
+
+    def loss(params, micro_batch, step):
+        sums = batch_sums(model, params, micro_batch, step, taps)
+        return sums["nats"], sums
+
+    def step_function(state: TrainState, batch: Batch):
+        gradient_of = jax.grad(loss, has_aux=True)
+        if accumulation == 1:
+            gradient, sums = gradient_of(state.params, batch, state.step)
+        else:
+            micro_batches = jax.tree.map(
+                lambda x: rules.constrain(
+                    x.reshape(accumulation, -1, *x.shape[1:]),
+                    None,
+                    "batch",
+                    *(None,) * (x.ndim - 1),
+                ),
+                batch,
+            )
+
+            def add(total, micro_batch):
+                new = gradient_of(state.params, micro_batch, state.step)
+                return jax.tree.map(jnp.add, total, new), None
+
+            shapes = jax.eval_shape(
+                gradient_of, state.params, jax.tree.map(lambda x: x[0], micro_batches), state.step
+            )
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+            (gradient, sums), _ = jax.lax.scan(add, zeros, micro_batches)
+
+        tokens = jnp.maximum(sums["tokens"], 1)
+        gradient = jax.tree.map(lambda g: g / tokens, gradient)
+        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {
+            "loss": sums["nats"] / tokens,
+            "accuracy": sums["correct"] / tokens,
+            "tokens": sums["tokens"],
+            "gradient_norm": optax.global_norm(gradient),
+            "update_norm": optax.global_norm(updates),
+            "parameter_norm": optax.global_norm(params),
+            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+            "taps": jax.tree.map(lambda tap: tap / tokens, sums["taps"]),
+        }
+        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["gradient_norm"])
+        metrics["finite"] = finite.astype(jnp.float32)
+        if skip_not_finite:
+            params, opt_state = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old),
+                (params, opt_state),
+                (state.params, state.opt_state),
+            )
+        return TrainState(params, opt_state, state.balance, state.step + 1), metrics
+
+    return step_function
+
+
+def jit_train_step(
+    step_function: Callable,
+    model: LanguageModel,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]:
+    """Compiles a step function for a mesh; the state is donated and keeps its shardings."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimizer, mesh))
+    return jax.jit(
+        step_function,
+        in_shardings=(shardings, rules.batch_sharding(mesh)),
+        out_shardings=(shardings, None),
+        donate_argnums=0,
+    )
