@@ -1,7 +1,7 @@
-"""Bits per byte of two compressors that need no neural network, as yardsticks for a language model.
+"""Bits per byte of two compressors without a neural network, as yardsticks for a language model.
 
-`trigram_bits_per_byte` is a smoothed byte trigram fitted on the training texts; `xz_bits_per_byte` is
-what `xz -9` pays for the validation texts once it has seen the training texts. Both work on UTF-8
+`trigram_bits_per_byte` is a smoothed byte trigram fitted on the training texts; `xz_bits_per_byte`
+is what `xz -9` pays for the validation texts once it has seen the training texts. Both work on UTF-8
 bytes, so their numbers stand beside a model's bits per byte whatever its tokenizer is.
 """
 
@@ -18,7 +18,7 @@ _START = 256  # context symbol before a document's first byte; never predicted
 _CONTEXTS = 257
 _BYTES = 256
 
-# What `xz -9` means: preset 9 has a dictionary of 64 MiB, so a longer prefix would fall out of reach.
+# What `xz -9` means: preset 9 has a dictionary of 64 MiB; a longer prefix would fall out of reach.
 XZ_PRESET = 9
 XZ_DICTIONARY_BYTES = 64 * 2**20
 
@@ -31,7 +31,7 @@ class XzResult(NamedTuple):
 
 
 def _context_and_targets(text: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns int64 `context[n]` (both bytes before, as one number) and `target[n]` of a document."""
+    """Returns a document's int64 `context[n]` (both bytes before, as one number), `target[n]`."""
     target = np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
     padded = np.concatenate([np.full(2, _START, np.int64), target])
     return padded[:-2] * _CONTEXTS + padded[1:-1], target
@@ -40,21 +40,21 @@ def _context_and_targets(text: str) -> tuple[np.ndarray, np.ndarray]:
 class TrigramModel:
     """Byte trigram with interpolated Witten-Bell smoothing.
 
-    With `c` a count in the training texts, `n(h)` the number of occurrences of context `h` and `t(h)`
-    the number of different bytes that followed it,
+    With `c` a count in the training texts, `n(h)` the number of occurrences of context `h` and
+    `t(h)` the number of different bytes that followed it,
 
         p(w | h) = (c(h, w) + t(h) p(w | h')) / (n(h) + t(h)),
 
-    where `h'` drops the older byte of the context; the recursion ends at the uniform 1/256. There is
-    no free constant, so nothing has to be tuned on held-out text. The bytes before a document's first
-    are a start symbol of their own.
+    where `h'` drops the older byte of the context; the recursion ends at the uniform 1/256. There
+    is no free constant, so nothing has to be tuned on held-out text. The bytes before a document's
+    first are a start symbol of their own.
     """
 
     def __init__(self, texts: Iterable[str]):
         counts = np.zeros(_CONTEXTS * _CONTEXTS * _BYTES, dtype=np.int64)
         for text in texts:
             context, target = _context_and_targets(text)
-            # bincount would sweep the whole table once a document; sorting touches the document only.
+            # bincount would sweep the whole table for each document; sorting touches it alone.
             index, count = np.unique(context * _BYTES + target, return_counts=True)
             counts[index] += count
         trigram = counts.reshape(_CONTEXTS, _CONTEXTS, _BYTES)
@@ -86,7 +86,7 @@ def _witten_bell(counts: np.ndarray, lower: np.ndarray) -> np.ndarray:
 
 
 def trigram_bits_per_byte(train: Iterable[str], validation: Iterable[str]) -> float:
-    """Fits the smoothed byte trigram on `train` and returns its bits per UTF-8 byte on `validation`."""
+    """Returns bits per UTF-8 byte of `validation` under the byte trigram fitted on `train`."""
     model = TrigramModel(train)
     bits = 0.0
     size = 0

@@ -62,7 +62,7 @@ def forward_flops(
 
 
 def training_flops(infos: Mapping[str, Any], config: ConfigDict, vocab_size: int) -> float:
-    """Returns FLOPs per token of a training step: three forward passes, recomputation not counted."""
+    """Returns FLOPs per token of a training step: three forward passes, without recomputation."""
     return TRAINING_FACTOR * sum(forward_flops(infos, config, vocab_size).values())
 
 

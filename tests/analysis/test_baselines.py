@@ -44,7 +44,6 @@ def witten_bell_by_dictionaries(texts, document):
 
 
 def test_trigram_follows_the_recursion():
-    # Order-1 and order-2 counts sum the order-3 counts, each byte having exactly one context of two.
     model = TrigramModel(TRAIN)
     for document in VALIDATION:
         expected = witten_bell_by_dictionaries(TRAIN, document)
