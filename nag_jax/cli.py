@@ -133,7 +133,7 @@ def _parse_flags(argv: list[str]) -> flags.FlagValues:
 
 
 def _help(doc: str | None, takes_config: bool, program: str, arguments: Arguments) -> str:
-    parts = [(doc or "").strip(), "Flags:"]
+    parts = [(doc or "").strip(), "", "Flags:"]
     for flag in flags.FLAGS.get_key_flags_for_module(program):
         default = "" if flag.default is None else f" (default {flag.default!r})"
         parts.append(f"  --{flag.name}: {flag.help}{default}")

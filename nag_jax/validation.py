@@ -43,7 +43,7 @@ def _one_of(*choices: str) -> Rule:
     return Rule(lambda x: x in choices, f"one of {', '.join(choices)}")
 
 
-_NOT_EMPTY = Rule(lambda x: x.strip() != "", "given")
+_NOT_EMPTY = Rule(lambda x: x.strip() != "", "non-empty")
 _OFF_OR_STEP = Rule(lambda x: x == -1 or x >= 0, "-1 (off) or a step")
 _AXIS = Rule(lambda x: x == -1 or x >= 1, "-1 (all devices that remain) or at least 1")
 
