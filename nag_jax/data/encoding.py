@@ -32,7 +32,7 @@ class Encoded(NamedTuple):
     """A text's tokens, without BOS."""
 
     index: int
-    tokens: Int32[np.ndarray, "n"]
+    tokens: Int32[np.ndarray, " n"]
     digest: str
 
 

@@ -26,7 +26,7 @@ class Row(NamedTuple):
       next_offset: how many of that document's tokens this row and those before it hold.
     """
 
-    tokens: Int32[np.ndarray, "row"]
+    tokens: Int32[np.ndarray, " row"]
     lengths: list[int]
     documents: list[int]
     continues: bool
@@ -64,7 +64,7 @@ class Packer:
         self._begin_row()
         return row
 
-    def add(self, document: int, tokens: Int32[np.ndarray, "n"], start: int = 0) -> Iterator[Row]:
+    def add(self, document: int, tokens: Int32[np.ndarray, " n"], start: int = 0) -> Iterator[Row]:
         """Adds one document and gives the rows that it completes.
 
         Args:
@@ -106,7 +106,7 @@ def to_record(row: Row, dtype: np.dtype) -> bytes:
     return header.tobytes() + row.tokens.astype(dtype).tobytes()
 
 
-def from_record(record: bytes, dtype: np.dtype) -> dict[str, Int32[np.ndarray, "row"]]:
+def from_record(record: bytes, dtype: np.dtype) -> dict[str, Int32[np.ndarray, " row"]]:
     """A row as training reads it.
 
     Returns:
@@ -133,24 +133,31 @@ class MemoryRows:
 
     Attributes:
       row_length: T.
+      bos_id: the token that begins rows and documents, and is in no document.
       document_names: names by document index.
       document_bytes: int64 [documents]; UTF-8 bytes of each document's original text.
     """
 
     def __init__(
-        self, rows: Iterable[Row], row_length: int, names: list[str], byte_counts: list[int]
+        self,
+        rows: Iterable[Row],
+        row_length: int,
+        bos_id: int,
+        names: list[str],
+        byte_counts: list[int],
     ):
         # The record is the compact form; a row is expanded when it is asked for.
         self._dtype = np.dtype("<u4")
         self._records = [to_record(row, self._dtype) for row in rows]
         self.row_length = row_length
+        self.bos_id = bos_id
         self.document_names = names
         self.document_bytes = np.array(byte_counts, np.int64)
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def __getitem__(self, index: int) -> dict[str, Int32[np.ndarray, "row"]]:
+    def __getitem__(self, index: int) -> dict[str, Int32[np.ndarray, " row"]]:
         return from_record(self._records[index], self._dtype)
 
 
@@ -193,4 +200,4 @@ def pack(documents: Iterable[tuple[str, str]], tokenizer, row_length: int) -> Me
                 byte_counts.append(size)
         yield from packer.finish()
 
-    return MemoryRows(list(rows()), row_length, names, byte_counts)
+    return MemoryRows(rows(), row_length, tokenizer.bos_id, names, byte_counts)

@@ -1,7 +1,7 @@
 """Rows on disk: ArrayRecord files that appear whole or not at all, and random access to them.
 
-A shard is written beside its place and renamed into it, then a small JSON file is put beside it that
-says what it holds: only with that file does the shard count as finished.
+A shard is written beside its place and renamed into it, then a small JSON file is put beside it
+that says what it holds: only with that file does the shard count as finished.
 """
 
 from __future__ import annotations
@@ -107,9 +107,10 @@ class ShardWriter:
     def _failed(self, error: Exception) -> UserError:
         self._writer = None
         self._temporary.unlink(missing_ok=True)
+        path = self._folder / f"{self._split}-{self._number:05d}.array_record"
         return UserError(
-            f"writing {self._folder}/{self._split}-{self._number:05d}.array_record failed: {error}; "
-            f"{self._number} finished shards are kept, and the same command goes on after them"
+            f"writing {path} failed: {error}; {self._number} finished shards are kept, and the "
+            "same command goes on after them"
         )
 
 
@@ -125,7 +126,7 @@ def finished_shards(folder: epath.Path, split: str) -> list[Shard]:
         except (OSError, ValueError, TypeError):
             return shards
         shards.append(shard)
-    raise AssertionError
+    raise AssertionError("count() has no end")
 
 
 class StoredRows:
@@ -136,6 +137,7 @@ class StoredRows:
 
     Attributes:
       row_length: T.
+      bos_id: the token that begins rows and documents, and is in no document.
       document_names: names by document index; empty for training rows.
       document_bytes: int64 [documents]; UTF-8 bytes of each document's original text.
     """
@@ -146,6 +148,7 @@ class StoredRows:
         shards: Sequence[Shard],
         row_length: int,
         vocab_size: int,
+        bos_id: int,
         document_names: Sequence[str] = (),
         document_bytes: Sequence[int] = (),
     ):
@@ -155,6 +158,7 @@ class StoredRows:
           UserError: one of them is missing or has not the size that was written.
         """
         self.row_length = row_length
+        self.bos_id = bos_id
         self.document_names = list(document_names)
         self.document_bytes = np.array(document_bytes, np.int64)
         self._dtype = token_dtype(vocab_size)
@@ -173,7 +177,7 @@ class StoredRows:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def __getitem__(self, index: int) -> dict[str, Int32[np.ndarray, "row"]]:
+    def __getitem__(self, index: int) -> dict[str, Int32[np.ndarray, " row"]]:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         try:

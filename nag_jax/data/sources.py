@@ -3,16 +3,16 @@
 A source is a class built from its config node (`data.source`). One of your own is named by
 `data.source.kind=package.module:Class` and needs:
 
-  defaults()   static; a dict of its config keys and their typed defaults ({} for none).
-  __init__(node)  takes the config node; finds what can be known to be missing, and raises UserError.
-  documents()  an iterator of `Document`, the same ones in the same order at every call.
-  listing()    a list of strings, cheap to make, that changes whenever the documents may have: it
-               decides whether the rows prepared before are used again.
+  defaults()      static; a dict of its config keys and their typed defaults ({} for none).
+  __init__(node)  takes the config node; raises UserError for what is missing already now.
+  documents()     an iterator of `Document`, the same ones in the same order at every call.
+  listing()       a list of strings, cheap to make, that changes whenever the documents may have:
+                  it decides whether the rows prepared before are used again.
 
 and may have (deriving from `Source` gives both):
 
-  names()        the documents' names in order where that needs no reading, or None.
-  total_bytes()  the size of all text for the progress bar, or None.
+  names()         the documents' names where that needs no reading, or None.
+  total_bytes()   the size of all text for the progress bar, or None.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 `<cache_folder>/rows/<key>` is a finished store and never changes; its key covers the source and its
 files' sizes and times, the tokenizer's content and all settings of the split and the rows. A store
-in the making is in `partial/`, under a key without sizes and times: when a preparation is killed, or
-stopped by a bad file that is then mended, the next one goes on after the last shard whose documents
-are still the same. The fingerprints cover what was read, not when or where.
+in the making is in `partial/`, under a key without sizes and times: when a preparation is killed,
+or stopped by a bad file that is then mended, the next one goes on after the last shard whose
+documents are still the same. The fingerprints cover what was read, not when or where.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class PreparedData:
       corpus_fingerprint: hash of the documents' names and texts alone, to compare results across
         tokenizers.
       summary: what start-up tells, by name.
+      folder: where the rows are.
     """
 
     tokenizer: tokenizers.Tokenizer
@@ -58,8 +59,9 @@ class PreparedData:
     fingerprint: str
     corpus_fingerprint: str
     summary: dict[str, Any]
+    folder: epath.Path
 
-    def lines(self) -> list[str]:
+    def summary_lines(self) -> list[str]:
         """The summary as text for the terminal."""
         s = self.summary
         lines = [
@@ -118,8 +120,8 @@ def _open(folder: epath.Path, tokenizer: tokenizers.Tokenizer) -> PreparedData:
         meta = json.loads((folder / _META).read_text())
     except ValueError as error:
         raise UserError(
-            f"{folder / _META} is damaged ({error}); remove the folder {folder}, and it is prepared "
-            "anew"
+            f"{folder / _META} is damaged ({error}); remove the folder {folder}, and it is "
+            "prepared anew"
         ) from error
     summary = meta["summary"]
     rows = {}
@@ -129,6 +131,7 @@ def _open(folder: epath.Path, tokenizer: tokenizers.Tokenizer) -> PreparedData:
             [Shard(**shard) for shard in meta[name]],
             summary["row_length"],
             tokenizer.vocab_size,
+            tokenizer.bos_id,
             **documents,
         )
     return PreparedData(
@@ -136,6 +139,7 @@ def _open(folder: epath.Path, tokenizer: tokenizers.Tokenizer) -> PreparedData:
         fingerprint=meta["fingerprint"],
         corpus_fingerprint=meta["corpus_fingerprint"],
         summary=summary,
+        folder=folder,
         **rows,
     )
 

@@ -68,7 +68,7 @@ class Tokenizer(ABC):
     def _decode(self, ids: list[int]) -> str:
         """Text of ids none of which is BOS or outside the vocabulary."""
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "n"]]:
+    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " n"]]:
         """`encode` for many texts at once, as arrays."""
         return [np.array(self.encode(text), np.int32) for text in texts]
 
@@ -156,7 +156,7 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "n"]]:
+    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " n"]]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
 
     def _decode(self, ids: list[int]) -> str:
@@ -218,7 +218,7 @@ class TokenizersJson(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0].tolist()
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "n"]]:
+    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " n"]]:
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         arrays = [np.array(encoding.ids, np.int32) for encoding in encoded]
         for i, ids in enumerate(arrays):
@@ -226,7 +226,7 @@ class TokenizersJson(Tokenizer):
                 arrays[i] = self._encode_apart(texts[i])
         return arrays
 
-    def _encode_apart(self, text: str) -> Int32[np.ndarray, "n"]:
+    def _encode_apart(self, text: str) -> Int32[np.ndarray, " n"]:
         """For models whose plain vocabulary holds BOS's name: spells it in two halves."""
         head, tail = re.escape(self._bos[0]), re.escape(self._bos[1:])
         parts = re.split(f"(?<={head})(?={tail})", text)
