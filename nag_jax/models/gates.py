@@ -36,7 +36,8 @@ class NormModulator(nnx.Module):
 
     Weights start at standard deviation scale/sqrt(d), so that pre-activations of a direction of
     norm sqrt(d) have standard deviation `scale`; p and b start at 0 (m near 1/2), beta at
-    `beta_init` through a softplus. P1 gives C and that beta is positive; the other values are public code's.
+    `beta_init` through a softplus. P1 gives C and that beta is positive; the other values are
+    public code's.
     """
 
     def __init__(
