@@ -1,7 +1,7 @@
 """Bits per byte of two compressors without a neural network, as yardsticks for a language model.
 
 `trigram_bits_per_byte` is a smoothed byte trigram fitted on the training texts; `xz_bits_per_byte`
-is what `xz -9` pays for the validation texts once it has seen the training texts. Both work on UTF-8
+is what `xz -9` pays for the validation texts once it has seen the training texts. Both count UTF-8
 bytes, so their numbers stand beside a model's bits per byte whatever its tokenizer is.
 """
 

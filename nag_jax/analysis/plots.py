@@ -1,0 +1,166 @@
+"""The report's figures: loss against tokens, and what each sub-layer did to the stream, by depth.
+
+Figures are made without pyplot, so nothing global is touched and no display is needed.
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator, ScalarFormatter
+
+from nag_jax.evals.bits_per_byte import DEAD_GATE
+
+# Okabe and Ito's palette without its yellow: told apart by every kind of eye, and on white.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+_BASELINE_STYLES = ("--", ":", "-.")
+_MARKERS = ("o", "s", "^", "D")
+_STYLE = {"dpi": 110, "facecolor": "white", "layout": "constrained"}
+
+
+def loss_figure(
+    curves: Mapping[str, tuple[Sequence[tuple[float, float]], Sequence[tuple[float, float]]]],
+    baselines: Mapping[str, float],
+) -> Figure:
+    """Training loss and validation bits per byte of each run, against training tokens.
+
+    Args:
+        curves: By run, (tokens, nats per token) points of training and (tokens, bits per byte)
+            points of validation.
+        baselines: Bits per byte of each yardstick, drawn as a level line.
+    """
+    figure = Figure(figsize=(11, 4.4), **_STYLE)
+    left, right = figure.subplots(1, 2)
+    for colour, (name, (training, validation)) in zip(_COLOURS, curves.items(), strict=False):
+        tokens, loss = _columns(training)
+        left.plot(tokens, loss, color=colour, alpha=0.3, linewidth=1)
+        left.plot(tokens, _smooth(loss), color=colour, linewidth=1.8, label=name)
+        tokens, bits = _columns(validation)
+        right.plot(tokens, bits, "o-", color=colour, markersize=4, linewidth=1.8, label=name)
+    for i, (name, bits) in enumerate(baselines.items()):
+        style = _BASELINE_STYLES[i % len(_BASELINE_STYLES)]
+        right.axhline(
+            bits, color="#555555", linestyle=style, linewidth=1.2, label=f"{name}: {bits:.3f}"
+        )
+    left.set(title="Training loss", ylabel="nats per token (smoothed over thin line)")
+    right.set(title="Validation", ylabel="bits per UTF-8 byte")
+    for axes in (left, right):
+        axes.set_xlabel("training tokens")
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+        _log_scale(axes)
+        _finish(axes)
+    return figure
+
+
+def depth_figure(
+    taps: Mapping[str, Mapping[str, Sequence[float]]], sublayers: Sequence[str]
+) -> Figure:
+    """Carried norm, realised gain, rotation and gate by depth, one line a run.
+
+    Args:
+        taps: By run, "norm", "gain", "rotation" (radians) and, where there are gates, "gate": the
+            mean of each sub-layer over validation tokens.
+        sublayers: Name of each sub-layer; each name has a marker of its own.
+    """
+    figure = Figure(figsize=(11, 7.6), **_STYLE)
+    panels = figure.subplots(2, 2).flat
+    for axes, name, title, label in zip(
+        panels,
+        ("norm", "gain", "rotation", "gate"),
+        ("Carried norm", "Realised gain", "Rotation of the direction", "Gate"),
+        (
+            "norm of the stream / √d, after the write",
+            "size of the update / size of the stream",
+            "angle turned by a sub-layer (degrees)",
+            "mean modulator m over tokens",
+        ),
+        strict=True,
+    ):
+        for colour, (run, values) in zip(_COLOURS, taps.items(), strict=False):
+            _depth_line(axes, values.get(name), sublayers, run, colour, name)
+        axes.set(title=title, ylabel=label, xlabel="sub-layer, from the input")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if name == "gate":
+            axes.axhline(
+                DEAD_GATE,
+                color="#555555",
+                linestyle="--",
+                linewidth=1.2,
+                label=f"dead below {DEAD_GATE}",
+            )
+            axes.set_ylim(0, 1)
+        elif name == "rotation":
+            axes.set_ylim(bottom=0)
+        else:
+            _log_scale(axes)
+        _finish(axes)
+    kinds = dict.fromkeys(sublayers)
+    figure.supxlabel(
+        ",  ".join(f"{'●■▲◆'[i % 4]} {kind}" for i, kind in enumerate(kinds)), fontsize=10
+    )
+    return figure
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG file's bytes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _depth_line(axes, values, sublayers, run, colour, name):
+    if values is None:
+        axes.plot([], [], color=colour, label=f"{run}: no gates")
+        return
+    values = _finite(values)
+    if name == "rotation":
+        values = np.degrees(values)
+    if name == "gate":
+        run = f"{run}: {np.mean(values < DEAD_GATE):.0%} of sub-layers dead"
+    depth = np.arange(1, len(values) + 1)
+    axes.plot(depth, values, color=colour, linewidth=1.4, label=run)
+    for i, kind in enumerate(dict.fromkeys(sublayers)):
+        chosen = np.asarray([each == kind for each in sublayers])
+        marker = _MARKERS[i % len(_MARKERS)]
+        axes.plot(depth[chosen], values[chosen], marker, color=colour, markersize=5)
+
+
+def _columns(points):
+    return _finite(points).reshape(-1, 2).T
+
+
+def _finite(values) -> np.ndarray:
+    """Float64 with gaps (NaN) where a value is infinite, which no axis can show."""
+    values = np.asarray(values, float)
+    return np.where(np.isfinite(values), values, np.nan)
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Centred moving average over a twentieth of the curve; shorter windows at the ends."""
+    half = len(values) // 40
+    return np.asarray([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
+
+
+def _level(axes: Axes, height: float, style: str, label: str) -> None:
+    axes.axhline(height, color="#555555", linestyle=style, linewidth=1.2, label=label)
+
+
+def _log_scale(axes: Axes) -> None:
+    """Logarithmic y axis with plain numbers, where the data are positive."""
+    heights = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines])
+    if np.all((heights > 0) | np.isnan(heights)):
+        axes.set_yscale("log")
+        for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            formatter = ScalarFormatter()
+            formatter.set_scientific(False)
+            set_formatter(formatter)
+
+
+def _finish(axes: Axes) -> None:
+    axes.grid(True, which="both", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=9, edgecolor="none", framealpha=0.85)
