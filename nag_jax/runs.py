@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from nag_jax import config as config_lib
 from nag_jax.data import store, tokenizers
+from nag_jax.errors import UserError
 from nag_jax.evals import generate as generation
 from nag_jax.evals.bits_per_byte import Evaluation, make_evaluator
 from nag_jax.models.transformer import LanguageModel, build_model
@@ -73,8 +74,32 @@ class Run:
 
         Returns:
             Bits per byte in all and by document, loss, accuracy and taps.
+
+        Raises:
+            UserError: There is no text.
         """
         rows = store.pack(documents, self.tokenizer, self.config.data.row_length)
+        if not rows.document_names:
+            raise UserError("the texts hold no token")
+        return self._score(rows, batch_size)
+
+    def evaluate_validation(self, batch_size: int = 16) -> Evaluation:
+        """Scores the validation set the run was trained beside, preparing its corpus if need be.
+
+        Raises:
+            UserError: The corpus is not the one it was.
+        """
+        prepared = store.prepare(self.config.data)
+        if prepared.fingerprint != self.fingerprint:
+            raise UserError(
+                f"the run's corpus has changed since it was trained (fingerprint "
+                f"{self.fingerprint} then, {prepared.fingerprint} now)"
+            )
+        if not prepared.validation.document_names:
+            raise UserError("the run has no validation documents (data.validation_share)")
+        return self._score(prepared.validation, batch_size)
+
+    def _score(self, rows: Any, batch_size: int) -> Evaluation:
         return make_evaluator(self.model, self.mesh, batch_size)(self.params, rows, self.step)
 
     def bits_per_byte(self, texts: Iterable[str]) -> float:

@@ -193,7 +193,7 @@ class Transformer(nnx.Module):
         return lambda hidden, log_scale: self.ends.decode(hidden, log_scale, matrix)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # compared and hashed by identity, for caches
 class LanguageModel:
     """A model as pure functions of its parameters.
 

@@ -104,7 +104,7 @@ def train(
         },
     )
     start.check_resume(checkpoints, config, init_from)
-    prepared = store.prepare(config.data, config.seed)
+    prepared = store.prepare(config.data)
     for line in prepared.summary_lines():
         print(line)
     mesh = make_mesh(config.mesh, devices)

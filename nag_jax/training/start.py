@@ -196,7 +196,7 @@ def _branch(state: TrainState, init_from: InitFrom, prepared: Any) -> tuple[Trai
         ("new, as initialised", carried.new),
         ("dropped, without a place here", carried.dropped),
     ):
-        print(f"  {words}: {', '.join(paths) if paths else 'none'}")
+        print(f"  {words}: {_listed(paths)}")
     if not any(path.startswith("params/") for path in carried.kept):
         raise UserError(f"no parameter of step {step} in {folder} fits this config's model")
     if "opt_state" in arrays:
@@ -207,6 +207,15 @@ def _branch(state: TrainState, init_from: InitFrom, prepared: Any) -> tuple[Trai
         rows = _read_position(documents, prepared, f"{folder}, step {step}").rows_consumed
         position = Position(0, rows)
     return dataclasses.replace(state, **arrays), position
+
+
+def _listed(paths: Sequence[str]) -> str:
+    """Paths in words: parameters one by one, the optimizer's many arrays as a number."""
+    named = [path for path in paths if not path.startswith("opt_state/")]
+    others = len(paths) - len(named)
+    if others:
+        named.append(f"{others} arrays of the optimizer's state")
+    return ", ".join(named) or "none"
 
 
 def _rewind_schedules(opt_state: Any) -> Any:

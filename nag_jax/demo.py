@@ -1,0 +1,133 @@
+"""Trains a small norm-agnostic model and its pre-norm twin on real text, and reports on both.
+
+  python -m nag_jax.demo            # or: make demo
+
+The text is the source of the running Python's own standard library. Both models see the same rows
+in the same order, a fixed number of tokens; beside them stand a trigram model of bytes and `xz -9`.
+What it prints at the end is what was measured, whichever model wins.
+"""
+
+import time
+
+from absl import flags
+
+from nag_jax import cli
+
+_OUT = flags.DEFINE_string("out", "report", "folder of the report")
+_RUNS = flags.DEFINE_string(
+    "runs", "runs/demo", "folder of the two runs; they go on if interrupted"
+)
+_SMOKE = flags.DEFINE_bool("smoke", False, "shrink everything to run in seconds")
+
+CONFIG = "configs/demo.py"
+MODELS = {"NAG": "nag", "pre-norm": "prenorm"}
+PROMPT = "def read_lines(path):\n"
+SAMPLE_TOKENS = 120
+
+
+def main(config, flag_values) -> int:
+    """Trains both, measures the yardsticks, samples, writes the report."""
+    del config
+    from etils import epath
+    from rich.console import Console
+    from rich.table import Table
+
+    from nag_jax import config as config_lib
+    from nag_jax.analysis import baselines
+    from nag_jax.analysis.flops import parameters_by_role
+    from nag_jax.analysis.report import RunSummary, Sample, verdict, write_report
+    from nag_jax.data import store
+    from nag_jax.runs import load_run
+    from nag_jax.training.checkpoints import absolute
+    from nag_jax.training.loop import train
+    from nag_jax.training.metrics import read_metrics
+
+    began = time.perf_counter()
+    console = Console(highlight=False, soft_wrap=True)
+    root = absolute(flag_values.runs)
+    summaries, runs = [], {}
+    for name, connection in MODELS.items():
+        console.rule(f"{name}: training")
+        argument = f"connection={connection}" + (",smoke" if flag_values.smoke else "")
+        config = config_lib.resolve(config_lib.load_config_file(f"{CONFIG}:{argument}"))
+        config_lib.validate(config)
+        started = time.perf_counter()
+        outcome = train(config, root / connection)
+        if not outcome.finished:
+            return 0
+        seconds = time.perf_counter() - started
+        run = runs[name] = load_run(root / connection)
+        evaluation = outcome.evaluation or run.evaluate_validation()
+        summaries.append(
+            RunSummary(
+                name=name,
+                metrics=read_metrics(root / connection),
+                tokens_per_step=config.train.batch_size * config.data.row_length,
+                bits_per_byte=evaluation.bits_per_byte,
+                taps=evaluation.taps,
+                sublayers=run.model.sublayer_names,
+                dead_gate_share=evaluation.dead_gate_share,
+                parameters=sum(parameters_by_role(run.model.infos, run.model.vocab_size).values()),
+                seconds=seconds,
+                config=config.to_dict(),
+            )
+        )
+
+    console.rule("yardsticks")
+    train_texts, validation = store.split_texts(config.data)
+    validation_texts = [text for _, text in validation]
+    xz = baselines.xz_bits_per_byte(train_texts, validation_texts)
+    yardsticks = {
+        "smoothed trigram of bytes": baselines.trigram_bits_per_byte(train_texts, validation_texts),
+        f"xz -9 after {xz.prefix_bytes / 1e6:.1f} MB of training text": xz.bits_per_byte,
+    }
+
+    best = min(summaries, key=lambda summary: summary.bits_per_byte)
+    console.rule(f"a sample of {best.name}, the better model here")
+    console.print(PROMPT, end="", markup=False)
+    sample = runs[best.name].generate(
+        PROMPT,
+        max_tokens=SAMPLE_TOKENS,
+        temperature=0.8,
+        top_p=0.95,
+        on_text=lambda text: console.print(text, end="", markup=False),
+    )
+    console.print()
+
+    prepared = store.prepare(config.data, progress=False)
+    path = write_report(
+        epath.Path(flag_values.out),
+        summaries,
+        yardsticks,
+        Sample(best.name, PROMPT, sample.text),
+        {
+            "corpus": f"{config.data.source.kind}, {prepared.summary['documents']:,} documents, "
+            f"{prepared.summary['bytes']:,} bytes",
+            "corpus fingerprint": prepared.corpus_fingerprint,
+            "validation": f"{prepared.summary['validation_documents']:,} whole documents, "
+            f"{prepared.summary['validation_bytes']:,} bytes, never trained on",
+        },
+    )
+    console.rule("result")
+    table = Table(title=f"validation, corpus {prepared.corpus_fingerprint}")
+    table.add_column("")
+    table.add_column("bits per byte", justify="right")
+    table.add_column("parameters", justify="right")
+    table.add_column("training tokens", justify="right")
+    for summary in summaries:
+        table.add_row(
+            summary.name,
+            f"{summary.bits_per_byte:.4f}",
+            f"{summary.parameters:,}",
+            f"{summary.tokens:,}",
+        )
+    for name, bits in yardsticks.items():
+        table.add_row(name, f"{bits:.4f}", "", "")
+    console.print(table)
+    console.print(verdict(summaries, yardsticks), markup=False)
+    console.print(f"Report: {path}   ({time.perf_counter() - began:.0f} s in all)", markup=False)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main, takes_config=False)
