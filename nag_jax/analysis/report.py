@@ -124,12 +124,15 @@ def verdict(runs: Sequence[RunSummary], baselines: Mapping[str, float]) -> str:
         if below:
             clauses.append(f"{_join(below)} {_verb(below, 'beats', 'beat')} it")
         if above:
-            clauses.append(f"{_join(above)} {_verb(above, 'does', 'do')} not")
-        sentences.append(f"{name} needs {bits:.3f} bits per byte: {', '.join(clauses)}.")
+            verb = _verb(above, "does", "do")
+            clauses.append(f"{_join(above)} {verb} not" + ("" if below else " beat it"))
+        sentences.append(
+            f"For comparison, {name} needs {bits:.3f} bits per byte: {', '.join(clauses)}."
+        )
     for run in runs:
         if run.dead_gate_share is not None:
             sentences.append(f"{run.dead_gate_share:.0%} of the gates of {run.name} are dead.")
-    return " ".join(sentences)
+    return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
 
 
 def write_report(

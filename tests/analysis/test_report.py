@@ -104,18 +104,20 @@ def test_writing_again_replaces(folder, tmp_path):
 
 
 def test_verdict_follows_the_numbers():
-    nag, prenorm = run("NAG", 1.90, True), run("Pre-norm", 1.80, False)
+    nag, prenorm = run("NAG", 1.90, True), run("pre-norm", 1.80, False)
     words = verdict([nag, prenorm], BASELINES)
     assert words.startswith(
         "Pre-norm ends ahead: 1.800 bits per byte against 1.900 of NAG, which is 5.6% more, "
         "after 2,457,600 training tokens each."
     )
-    assert "smoothed byte trigram needs 2.470 bits per byte: Pre-norm and NAG beat it." in words
-    assert "xz -9 needs 1.290 bits per byte: Pre-norm and NAG do not." in words
+    assert "smoothed byte trigram needs 2.470 bits per byte: pre-norm and NAG beat it." in words
+    assert (
+        "For comparison, xz -9 needs 1.290 bits per byte: pre-norm and NAG do not beat it." in words
+    )
     assert "17% of the gates of NAG are dead." in words
     words = verdict([run("NAG", 1.7, True), prenorm], {"yardstick": 1.75})
     assert words.startswith("NAG ends ahead")
-    assert "NAG beats it, Pre-norm does not." in words
+    assert "NAG beats it, pre-norm does not." in words
 
 
 def test_verdict_says_level_and_unequal_training():
