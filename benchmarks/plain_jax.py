@@ -1,7 +1,7 @@
 """The pre-norm model of this project written in plain JAX, as a peer for the benchmarks.
 
 No framework: parameters are a dict, the forward pass one function. Same sizes, same scan, same
-remat policy, same initialisation scale; attention and cross-entropy in the way most people write them.
+remat policy, same initialisation scale; attention and cross-entropy as most people write them.
 """
 
 import jax
