@@ -1,7 +1,8 @@
 """Makes a run's optimizer: config and parameter metadata in, one optax chain out.
 
 Clip by the global norm, then one group per role, each with its own rate, then centring. What a kind
-of optimizer does with matrices is the kind's; every other role gets AdamW.
+of optimizer does with matrices is the kind's; every other role gets AdamW. A kind is a class with
+two static methods, `defaults()` (its own config keys) and `direction(config, matrices)`.
 """
 
 from collections.abc import Callable, Mapping

@@ -8,6 +8,7 @@ import copy
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from nag_jax.parameters import ParamInfo
 
@@ -35,6 +36,19 @@ CONFIG = {
     "embedding_decay": 0.0,
     "schedule": {"kind": "cosine", "warmup_steps": 5, "final_share": 0.1},
 }
+
+
+class SignKind:
+    """A user's own optimizer kind."""
+
+    @staticmethod
+    def defaults():
+        return {"sharpness": 1.0}
+
+    @staticmethod
+    def direction(config, matrices):
+        assert set(matrices) <= {"w"}
+        return optax.chain(optax.scale_by_sign(), optax.scale(config["sharpness"]))
 
 
 def config(**changes):
