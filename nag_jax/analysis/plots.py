@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator, ScalarFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from nag_jax.evals.bits_per_byte import DEAD_GATE
 
@@ -151,12 +151,16 @@ def _level(axes: Axes, height: float, style: str, label: str) -> None:
 def _log_scale(axes: Axes) -> None:
     """Logarithmic y axis with plain numbers, where the data are positive."""
     heights = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines])
-    if np.all((heights > 0) | np.isnan(heights)):
-        axes.set_yscale("log")
-        for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-            formatter = ScalarFormatter()
-            formatter.set_scientific(False)
-            set_formatter(formatter)
+    heights = heights[~np.isnan(heights)]
+    if heights.size == 0 or heights.min() <= 0:
+        return
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    if heights.max() / heights.min() > 8:  # labels of every digit would run into each other
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.yaxis.set_minor_formatter("{x:g}")
 
 
 def _finish(axes: Axes) -> None:
