@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import io
 import os
+import pathlib
 import re
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO, NamedTuple
@@ -73,7 +75,13 @@ def _matches(pattern: str, key: str) -> list[SourceFile]:
     if first is None:
         raise UserError(f"{key}: there is no file {path}")
     root = epath.Path(*parts[:first])
-    files = sorted(match for match in root.glob("/".join(parts[first:])) if match.is_file())
+    try:
+        # epath's own glob refuses `**`, as it would be slow on remote folders.
+        glob = root.glob if "://" in str(path) else pathlib.Path(root).glob
+        matches = [epath.Path(match) for match in glob("/".join(parts[first:]))]
+    except (ValueError, NotImplementedError) as error:
+        raise UserError(f"{key}: {path} is not a pattern that can be searched: {error}") from error
+    files = sorted(match for match in matches if match.is_file())
     if not files:
         raise UserError(f"{key}: no file matches {path}")
     return [SourceFile(file, file.relative_to(root).as_posix()) for file in files]
@@ -103,10 +111,10 @@ def open_bytes(path: epath.Path) -> Iterator[BinaryIO]:
         if path.suffix == ".gz":
             stream = stack.enter_context(gzip.GzipFile(fileobj=stream))
         elif path.suffix == ".zst":
-            import io
+            import pyarrow
 
-            import zstandard
-
-            reader = zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
+            # Unlike the zstandard package's reader, this one does not take a truncated file for
+            # one that ends there.
+            reader = pyarrow.CompressedInputStream(pyarrow.PythonFile(stream), "zstd")
             stream = stack.enter_context(io.BufferedReader(reader))
         yield stream

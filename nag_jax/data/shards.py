@@ -7,10 +7,11 @@ that says what it holds: only with that file does the shard count as finished.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,15 @@ class Shard:
     state: dict[str, Any]
 
 
+@contextlib.contextmanager
+def named_errors(path: epath.Path) -> Iterator[None]:
+    """Turns a failure to write into a UserError that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
 def write_text(path: epath.Path, text: str) -> None:
     """Writes a small file whole or not at all.
 
@@ -46,11 +56,9 @@ def write_text(path: epath.Path, text: str) -> None:
       UserError: it cannot be written.
     """
     temporary = path.with_name(f"{path.name}.tmp")
-    try:
+    with named_errors(path):
         temporary.write_text(text)
-        temporary.rename(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+        temporary.replace(path)
 
 
 class ShardWriter:
@@ -96,7 +104,7 @@ class ShardWriter:
             writer, self._writer = self._writer, None
             writer.close()  # small shards are written only now
             shard = Shard(path.name, self._rows, self._temporary.stat().length, state)
-            self._temporary.rename(path)
+            self._temporary.replace(path)
         except (OSError, RuntimeError) as error:
             raise self._failed(error) from error
         write_text(path.with_suffix(".json"), json.dumps(dataclasses.asdict(shard)))

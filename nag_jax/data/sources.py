@@ -286,14 +286,12 @@ class HuggingFace(Source):
 
 def _lines(stream, path: epath.Path) -> Iterator[bytes]:
     """The stream's lines; a damaged or truncated compressed file is named with the line reached."""
-    import zstandard
-
     number = 0
     try:
         for line in stream:
             number += 1
             yield line
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}:{number + 1}: cannot be read further: {error}") from error
 
 
