@@ -93,7 +93,6 @@ def shared_defaults() -> dict[str, Any]:
             "profile_start": -1,  # -1: no profile
             "profile_steps": 5,
             "peak_flops": 0.0,  # per device, in FLOP/s; 0: measure a matmul
-            "strict_kernels": False,
         },
         "evaluation": {"every": 100, "batch_size": 16},
         "checkpoint": {

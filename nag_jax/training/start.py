@@ -51,7 +51,6 @@ RESUMABLE_KEYS = (
     "train.peak_flops",
     "train.profile_start",
     "train.profile_steps",
-    "train.strict_kernels",
     "train.taps",
 )
 
