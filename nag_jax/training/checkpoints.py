@@ -1,45 +1,43 @@
 """Checkpoints: self-describing step folders that are whole or not there at all.
 
-This is the only file that knows Orbax. A step folder holds one Orbax tree per item (`params`, `opt_state`, ...), small documents beside
-them (config, tokenizer, versions) and `manifest.json`, written last, with the size and checksum of
-every other file. What has no manifest, or does not agree with it, is not a checkpoint.
+This is the only file that knows Orbax. A step folder holds one Orbax tree per item (`params`,
+`opt_state`, ...), small documents beside them (config, tokenizer, versions) and, written last,
+the manifest with the size and checksum of every other file.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import logging
 import math
+import os
 import platform
 import re
 import time
-import urllib.parse
-import zlib
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
 import nag_jax
 from nag_jax.errors import UserError
+from nag_jax.training import manifest as manifest_lib
+from nag_jax.training import tree_paths
+from nag_jax.training.manifest import Damaged
+from nag_jax.training.tree_paths import PyTree
 
-FORMAT = 1
-MANIFEST = "manifest.json"
 FOLDER_NAME = "checkpoints"
 
 _ORBAX_METADATA = "_CHECKPOINT_METADATA"  # Orbax rewrites it at commit, after the manifest
-_STEP_NAME = re.compile(r"\d+")
+_STEP_NAME = re.compile(r"\d{8}|[1-9]\d{8,}")
 _LEFTOVER_NAME = re.compile(r"(\d+)\.(orbax-checkpoint-tmp|deleting)")
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-_CHUNK = 1 << 24
 
-PyTree = Any
 Say = Callable[[str], None]
 
 
@@ -54,21 +52,14 @@ class SaveFailed(Exception):
     def __init__(self, folder: epath.Path, step: int, last_good: int | None, cause: BaseException):
         self.step = step
         self.last_good = last_good
-        # Behind the reason, tensorstore appends a page of its own configuration.
-        reason = " ".join(str(cause).split(" [tensorstore_spec")[0].split())[:300]
-        reason = reason or type(cause).__name__
         rest = (
             "there is no earlier checkpoint"
             if last_good is None
             else f"the last good checkpoint is step {last_good}"
         )
         super().__init__(
-            f"saving the checkpoint of step {step} in {folder} failed ({reason}); {rest}"
+            f"saving the checkpoint of step {step} in {folder} failed ({_reason(cause)}); {rest}"
         )
-
-
-class _Damaged(Exception):
-    """Why a folder is not a usable checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,14 +79,16 @@ class CheckpointReader:
 
         Args:
           folder: the folder that holds the step folders; `~` and relative paths are allowed.
-          checksums: whether restoring compares checksums too (sizes are always compared). It reads
-            each file once more.
-          say: receives one sentence for each damaged checkpoint that is passed over.
+          checksums: whether what is restored is compared with its checksums too (sizes always
+            are). That reads its files once more.
+          say: receives a sentence for each damaged checkpoint that is passed over.
         """
         self.folder = absolute(folder)
         self._checksums = checksums
         self._say = say
         self._damaged: dict[int, str] = {}
+        self._verified: dict[int, set[str]] = {}
+        self._told: set[str] = set()
 
     def steps(self) -> tuple[int, ...]:
         """The steps whose checkpoints have every file at its full size, ascending."""
@@ -105,6 +98,31 @@ class CheckpointReader:
         """Whether nothing here is even named like a step, so that a run may start afresh."""
         return not self._named_steps()
 
+    def newest(self, items: Collection[str] = ()) -> int:
+        """The newest intact step; damaged ones above it are told and passed over.
+
+        Args:
+          items: names of the items that will be restored: their checksums are compared, as those
+            of the documents always are.
+
+        Raises:
+          UserError: there is no checkpoint, or none is intact.
+        """
+        found = []
+        for step in reversed(self._named_steps()):
+            if step not in self._damaged:
+                with contextlib.suppress(Damaged):
+                    self._manifest(step, items)
+                    self._tell(found, step)
+                    return step
+            found.append(f"step {step}: {self._damaged[step]}")
+        if found:
+            raise UserError(
+                f"no checkpoint in {self.folder} is intact ({'; '.join(found)}); move the folder"
+                " away to start from the beginning"
+            )
+        raise UserError(f"there is no checkpoint in {self.folder}")
+
     def saved_shapes(self, step: int) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
         """Shapes and dtypes as saved: item name -> path in the item -> shape and dtype."""
         return {
@@ -112,17 +130,17 @@ class CheckpointReader:
                 path: jax.ShapeDtypeStruct(tuple(leaf["shape"]), jnp.dtype(leaf["dtype"]))
                 for path, leaf in leaves.items()
             }
-            for item, leaves in self._intact(step, only=())["items"].items()
+            for item, leaves in self._asked_manifest(step)["items"].items()
         }
 
     def metric(self, step: int) -> float | None:
         """The metric given when the step was saved."""
-        return self._intact(step, only=())["metric"]
+        return self._asked_manifest(step)["metric"]
 
     def read_documents(self, step: int) -> dict[str, bytes]:
         """The small files of a step by name ("config.json", "tokenizer/tokenizer.json", ...)."""
-        manifest = self._intact(step, only=())
-        return {name: (self._path(step) / name).read_bytes() for name in manifest["documents"]}
+        names = self._asked_manifest(step)["documents"]
+        return {name: (self._path(step) / name).read_bytes() for name in names}
 
     def restore(
         self, step: int | None, abstract: Mapping[str, PyTree]
@@ -142,19 +160,19 @@ class CheckpointReader:
           UserError: the step is missing or damaged (with None: all are), or what it holds differs
             in paths, shapes or kinds of numbers from `abstract`.
         """
-        if step is None:
-            step, manifest = self._newest_intact(tuple(abstract))
-        else:
-            manifest = self._intact(step, only=tuple(abstract))
-        wanted = {item: _leaves(tree) for item, tree in abstract.items()}
-        differences = _differences(manifest["items"], wanted)
+        step = self.newest(abstract.keys()) if step is None else step
+        saved = self._asked_manifest(step, abstract.keys())["items"]
+        wanted = {item: tree_paths.flatten(tree) for item, tree in abstract.items()}
+        differences = tree_paths.differences(saved, wanted)
         if differences:
             raise UserError(
                 f"checkpoint {self._path(step)} does not fit what is asked of it:\n"
                 + "\n".join(differences)
             )
-        loaded = self._load(step, wanted)
-        return step, {item: _unflatten(tree, loaded[item]) for item, tree in abstract.items()}
+        return step, {
+            item: tree_paths.unflatten(tree, self._load(step, item, wanted[item]))
+            for item, tree in abstract.items()
+        }
 
     def restore_matching(
         self, step: int | None, values: Mapping[str, PyTree]
@@ -168,28 +186,25 @@ class CheckpointReader:
         Returns:
           The step, the items, and the paths that were kept from the checkpoint, are new here, or
           were dropped because nothing here fits them.
+
+        Raises:
+          UserError: the step is missing or damaged.
         """
-        if step is None:
-            step, manifest = self._newest_intact(tuple(values))
-        else:
-            manifest = self._intact(step, only=tuple(values))
-        kept, new, dropped = [], [], []
-        chosen: dict[str, dict[str, Any]] = {}
+        step = self.newest(values.keys()) if step is None else step
+        saved_items = self._asked_manifest(step, values.keys())["items"]
+        items, kept, new, dropped = {}, [], [], []
         for item, tree in values.items():
-            saved = manifest["items"].get(item, {})
-            leaves = _leaves(tree)
-            fits = {
-                path for path in leaves.keys() & saved.keys() if _fits(saved[path], leaves[path])
+            saved, leaves = saved_items.get(item, {}), tree_paths.flatten(tree)
+            fitting = {
+                path: leaf
+                for path, leaf in leaves.items()
+                if path in saved and tree_paths.fits(saved[path], leaf)
             }
-            chosen[item] = {path: _abstract(leaves[path]) for path in leaves if path in fits}
-            kept += [f"{item}/{path}" for path in leaves if path in fits]
-            new += [f"{item}/{path}" for path in leaves if path not in fits]
-            dropped += [f"{item}/{path}" for path in saved if path not in fits]
-        loaded = self._load(step, chosen)
-        items = {
-            item: _unflatten(tree, {**_leaves(tree), **loaded[item]})
-            for item, tree in values.items()
-        }
+            loaded = self._load(step, item, fitting)
+            items[item] = tree_paths.unflatten(tree, {**leaves, **loaded})
+            kept += [f"{item}/{path}" for path in fitting]
+            new += [f"{item}/{path}" for path in leaves if path not in fitting]
+            dropped += [f"{item}/{path}" for path in saved if path not in fitting]
         return step, items, Carried(tuple(kept), tuple(new), tuple(dropped))
 
     def _path(self, step: int) -> epath.Path:
@@ -198,105 +213,64 @@ class CheckpointReader:
     def _named_steps(self) -> list[int]:
         if not self.folder.is_dir():
             return []
-        return sorted(
-            int(path.name)
-            for path in self.folder.iterdir()
-            if _STEP_NAME.fullmatch(path.name) and path.name == f"{int(path.name):08d}"
-        )
+        names = (path.name for path in self.folder.iterdir())
+        return sorted(int(name) for name in names if _STEP_NAME.fullmatch(name))
 
     def _is_complete(self, step: int) -> bool:
         if step in self._damaged:
             return False
         try:
-            self._check(step, only=(), checksums=False)
-        except _Damaged:
+            manifest_lib.read(self._path(step), step)
+        except Damaged:
             return False
         return True
 
-    def _check(self, step: int, *, only: tuple[str, ...], checksums: bool) -> dict[str, Any]:
-        """Compares a step folder with its manifest.
-
-        Args:
-          step: the step.
-          only: the items whose files are to be checksummed; documents always are.
-          checksums: whether anything is checksummed.
-
-        Returns:
-          The manifest.
-        """
-        path = self._path(step)
-        manifest = _read_manifest(path, step)
-        files = manifest["files"]
-        for name, recorded in files.items():
-            try:
-                size = (path / name).stat().length
-            except OSError:
-                raise _Damaged(f"{path / name} is missing") from None
-            if size != recorded["size"]:
-                raise _Damaged(
-                    f"{path / name} has {size} bytes where {recorded['size']} were written"
-                )
-        if checksums:
-            documents = set(manifest["documents"])
-            names = [n for n in files if n in documents or n.split("/")[0] in only]
-            with ThreadPoolExecutor() as pool:
-                sums = pool.map(lambda name: _checksum(path / name), names)
-                for name, value in zip(names, sums, strict=True):
-                    if value != files[name]["crc32"]:
-                        raise _Damaged(f"{path / name} has changed since it was written")
+    def _manifest(self, step: int, items: Collection[str]) -> dict[str, Any]:
+        """The manifest of an intact step; the content of items and documents is compared once."""
+        try:
+            manifest = manifest_lib.read(self._path(step), step)
+            if self._checksums:
+                done = self._verified.setdefault(step, set())
+                parts = {*items, *manifest["documents"]} - done
+                manifest_lib.check_content(self._path(step), manifest, parts)
+                done |= parts
+        except Damaged as damage:
+            self._damaged[step] = str(damage)
+            raise
         return manifest
 
-    def _intact(self, step: int, *, only: tuple[str, ...]) -> dict[str, Any]:
+    def _tell(self, found: list[str], step: int) -> None:
+        new = [damage for damage in found if damage not in self._told]
+        for damage in new:
+            self._say(f"Passed over a damaged checkpoint, {damage}.")
+        if new:
+            self._say(f"Using the checkpoint of step {step}, the newest that is intact.")
+        self._told.update(new)
+
+    def _asked_manifest(self, step: int, items: Collection[str] = ()) -> dict[str, Any]:
+        """The manifest of a step that was asked for, so that its damage is an error."""
         if not self._path(step).exists():
             there = ", ".join(map(str, self.steps())) or "none"
             raise UserError(f"there is no checkpoint of step {step} in {self.folder} ({there})")
         try:
-            return self._check(step, only=only, checksums=self._checksums)
-        except _Damaged as damage:
-            self._damaged[step] = str(damage)
+            return self._manifest(step, items)
+        except Damaged as damage:
             raise UserError(f"the checkpoint of step {step} is damaged: {damage}") from None
 
-    def _newest_intact(self, only: tuple[str, ...]) -> tuple[int, dict[str, Any]]:
-        reasons = []
-        for step in reversed(self._named_steps()):
-            try:
-                manifest = self._check(step, only=only, checksums=self._checksums)
-            except _Damaged as damage:
-                self._damaged[step] = str(damage)
-                reasons.append(f"step {step}: {damage}")
-                continue
-            for reason in reasons:
-                self._say(f"Passed over a damaged checkpoint, {reason}.")
-            if reasons:
-                self._say(f"Using the checkpoint of step {step}, the newest that is intact.")
-            return step, manifest
-        if reasons:
-            raise UserError(
-                f"no checkpoint in {self.folder} is intact ({'; '.join(reasons)}); move the folder"
-                " away to start from the beginning"
-            )
-        raise UserError(f"there is no checkpoint in {self.folder}")
-
-    def _load(
-        self, step: int, wanted: Mapping[str, Mapping[str, Any]]
-    ) -> dict[str, dict[str, jax.Array]]:
-        loaded = {}
+    def _load(self, step: int, item: str, leaves: Mapping[str, Any]) -> dict[str, jax.Array]:
+        if not leaves:
+            return {}  # an empty item has no folder
+        tree = tree_paths.nest({path: tree_paths.abstract(leaf) for path, leaf in leaves.items()})
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            for item, leaves in wanted.items():
-                if not leaves:
-                    loaded[item] = {}
-                    continue
-                tree = _nest({path: _abstract(leaf) for path, leaf in leaves.items()})
-                restored = checkpointer.restore(
-                    self._path(step) / item,
-                    args=ocp.args.PyTreeRestore(
-                        item=tree,
-                        restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
-                        partial_restore=True,
-                    ),
-                )
-                loaded[item] = _leaves(restored, escaped=True)
-        return loaded
+            restored = checkpointer.restore(
+                self._path(step) / item,
+                args=ocp.args.PyTreeRestore(
+                    item=tree,
+                    restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
+                    partial_restore=True,
+                ),
+            )
+        return tree_paths.unnest(restored)
 
 
 class Checkpoints(CheckpointReader):
@@ -342,12 +316,20 @@ class Checkpoints(CheckpointReader):
         if self._primary:
             _require_writable(self.folder)
             self._clear_leftovers()
-        self._metrics = {step: self.metric(step) for step in self.steps()}
+        self._metrics: dict[int, float | None] = {
+            step: manifest_lib.read(self._path(step), step)["metric"] for step in self.steps()
+        }
+        self._versions = _versions()
         self._sealer = _SealingHandler()
         self._checkpointer = ocp.AsyncCheckpointer(self._sealer)
         self._pending: _Pending | None = None
         self._failure: SaveFailed | None = None
         logging.getLogger("absl").addFilter(_no_orbax_traceback)
+
+    @property
+    def last_good(self) -> int | None:
+        """The newest step that is known to be on disk, without looking there."""
+        return max(self._metrics.keys() - self._damaged.keys(), default=None)
 
     def is_marked(self, step: int) -> bool:
         """Whether the rules keep this step for good, so that it should be saved."""
@@ -355,9 +337,8 @@ class Checkpoints(CheckpointReader):
             return True
         if self._keep_log_spaced == 0 or step < 1:
             return False
-        power = math.floor(math.log2(step) * self._keep_log_spaced)
-        # A power just below the step may round up to it.
-        return step in {math.ceil(2 ** (i / self._keep_log_spaced)) for i in (power - 1, power)}
+        largest = math.floor(math.log2(step) * self._keep_log_spaced)
+        return step == math.ceil(2 ** (largest / self._keep_log_spaced))
 
     def save(
         self,
@@ -385,23 +366,22 @@ class Checkpoints(CheckpointReader):
         self.wait()
         if step in self._metrics and step not in self._damaged:
             return False
-        items = {item: _leaves(tree) for item, tree in arrays.items()}
+        items = {item: tree_paths.flatten(tree) for item, tree in arrays.items()}
         pending = _Pending(
             step=step,
             metric=None if metric is None or not math.isfinite(metric) else float(metric),
             items={
-                item: {path: _describe(leaf) for path, leaf in leaves.items()}
+                item: {path: tree_paths.describe(leaf) for path, leaf in leaves.items()}
                 for item, leaves in items.items()
             },
-            documents=_encoded({**documents, "versions.json": _versions()}, reserved=set(items)),
+            documents=_encoded({**documents, "versions.json": self._versions}, items.keys()),
         )
         self._sealer.pending = pending
-        composite = _SealedItems(
-            **{item: ocp.args.PyTreeSave(_nest(leaves)) for item, leaves in items.items() if leaves}
-        )
+        full = {item: tree_paths.nest(leaves) for item, leaves in items.items() if leaves}
+        args = _SealedItems(**{item: ocp.args.PyTreeSave(tree) for item, tree in full.items()})
         try:
             # What stands in the way here is damaged: a complete step has returned above.
-            self._checkpointer.save(self._path(step), args=composite, force=True)
+            self._checkpointer.save(self._path(step), args=args, force=True)
         except Exception as error:
             self._fail(step, error)
         self._pending = pending
@@ -421,7 +401,7 @@ class Checkpoints(CheckpointReader):
             self._checkpointer.check_for_errors()
         except Exception as error:
             self._fail(self._pending.step, error)
-        if (self._path(self._pending.step) / MANIFEST).exists():
+        if (self._path(self._pending.step) / manifest_lib.FILE_NAME).exists():
             self._committed()
 
     def wait(self) -> None:
@@ -434,11 +414,12 @@ class Checkpoints(CheckpointReader):
             raise self._failure
         if self._pending is None:
             return
+        step = self._pending.step
         try:
             self._checkpointer.wait_until_finished()
-            self._check(self._pending.step, only=(), checksums=False)
+            manifest_lib.read(self._path(step), step)
         except Exception as error:
-            self._fail(self._pending.step, error)
+            self._fail(step, error)
         self._committed()
 
     def close(self) -> None:
@@ -454,21 +435,19 @@ class Checkpoints(CheckpointReader):
 
     def _fail(self, step: int, error: Exception) -> None:
         self._pending = None
-        last_good = max(self._metrics, default=None)
-        self._failure = SaveFailed(self.folder, step, last_good, error)
+        self._failure = SaveFailed(self.folder, step, self.last_good, error)
         raise self._failure from error
 
     def _committed(self) -> None:
-        self._metrics[self._pending.step] = self._pending.metric
-        self._damaged.pop(self._pending.step, None)
+        step = self._pending.step
+        self._metrics[step] = self._pending.metric
+        self._damaged.pop(step, None)
+        self._verified.pop(step, None)
         self._pending = None
-        for step in set(self._metrics) - self._kept():
+        for step in self._metrics.keys() - self._kept():
             del self._metrics[step]
             if self._primary:
-                # Renamed first: a folder that is half deleted must not look like a step.
-                doomed = self.folder / f"{step:08d}.deleting"
-                self._path(step).rename(doomed)
-                doomed.rmtree()
+                self._delete(step)
 
     def _kept(self) -> set[int]:
         steps = sorted(self._metrics)
@@ -476,6 +455,15 @@ class Checkpoints(CheckpointReader):
         best = sorted(measured, key=self._metrics.__getitem__)[: self._keep_best]
         marked = [step for step in steps if self.is_marked(step)]
         return {*steps[-self._keep_last :], *best, *marked}
+
+    def _delete(self, step: int) -> None:
+        # Renamed first: a folder that is half deleted must not look like a step.
+        doomed = self.folder / f"{step:08d}.deleting"
+        try:
+            self._path(step).rename(doomed)
+            doomed.rmtree()
+        except OSError as error:
+            self._say(f"Could not delete the old checkpoint of step {step}: {error}.")
 
     def _clear_leftovers(self) -> None:
         for path in self.folder.iterdir():
@@ -512,13 +500,13 @@ def find_checkpoint(path: epath.PathLike) -> tuple[epath.Path, int | None]:
         raise UserError(f"there is no checkpoint at {path}: no such file or folder")
     if not path.is_dir():
         raise UserError(f"there is no checkpoint at {path}: it is a file, not a folder")
-    if (path / MANIFEST).exists() or re.fullmatch(r"\d{8,}", path.name):
-        if not _STEP_NAME.fullmatch(path.name):
-            raise UserError(
-                f"{path} is a checkpoint under a name that is not its step; rename it to"
-                f" {_read_manifest(path, None)['step']:08d}"
-            )
+    if _STEP_NAME.fullmatch(path.name):
         return path.parent, int(path.name)
+    if (path / manifest_lib.FILE_NAME).exists():
+        raise UserError(
+            f"{path} is one step's checkpoint under another name: give it back the name that its"
+            f" {manifest_lib.FILE_NAME} tells under 'step', with eight digits such as 00000100"
+        )
     for folder in (path / FOLDER_NAME, path):
         if not CheckpointReader(folder).is_empty():
             return folder, None
@@ -531,12 +519,13 @@ def find_checkpoint(path: epath.PathLike) -> tuple[epath.Path, int | None]:
 def folder_documents(folder: epath.PathLike, prefix: str) -> dict[str, bytes]:
     """Every file under a folder as documents named "prefix/...", for `Checkpoints.save`."""
     folder = absolute(folder)
-    return {f"{prefix}/{name}": (folder / name).read_bytes() for name in _files(folder)}
+    names = manifest_lib.files_under(folder)
+    return {f"{prefix}/{name}": (folder / name).read_bytes() for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pending:
-    """The save in progress: all that the manifest will say beside the files."""
+    """The save in progress: what is written beside the arrays."""
 
     step: int
     metric: float | None
@@ -555,26 +544,17 @@ class _SealingHandler(ocp.CompositeCheckpointHandler):
 
     def finalize(self, directory: epath.Path) -> None:
         super().finalize(directory)
-        pending = self.pending
-        for name, content in pending.documents.items():
+        for name, content in self.pending.documents.items():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             (directory / name).write_bytes(content)
-        files = {
-            name: {"size": (directory / name).stat().length, "crc32": _checksum(directory / name)}
-            for name in _files(directory)
-            if name != _ORBAX_METADATA
-        }
-        content = {
-            "format": FORMAT,
-            "step": pending.step,
-            "metric": pending.metric,
-            "saved_at": time.time(),
-            "documents": sorted(pending.documents),
-            "items": pending.items,
-            "files": files,
-        }
-        sealed = {"crc32": _manifest_checksum(content), **content}
-        (directory / MANIFEST).write_text(json.dumps(sealed, indent=1))
+        manifest_lib.seal(
+            directory,
+            step=self.pending.step,
+            metric=self.pending.metric,
+            items=self.pending.items,
+            documents=self.pending.documents,
+            unsealed=(_ORBAX_METADATA,),
+        )
 
 
 @ocp.args.register_with_handler(_SealingHandler, for_save=True, for_restore=True)
@@ -582,132 +562,11 @@ class _SealedItems(ocp.args.Composite):
     """The arguments by which Orbax finds `_SealingHandler`."""
 
 
-def _read_manifest(path: epath.Path, step: int | None) -> dict[str, Any]:
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise _Damaged(
-            f"{path} has no readable {MANIFEST}, the file that ends every checkpoint"
-        ) from error
-    if not isinstance(manifest, dict) or "format" not in manifest:
-        raise _Damaged(f"{path / MANIFEST} is not a checkpoint's manifest")
-    crc = manifest.pop("crc32", None)
-    if crc != _manifest_checksum(manifest):
-        raise _Damaged(f"{path / MANIFEST} has changed since it was written")
-    if manifest["format"] != FORMAT:
-        raise UserError(
-            f"{path} has checkpoint format {manifest['format']}; this nag_jax"
-            f" {nag_jax.__version__} reads format {FORMAT}"
-        )
-    if step is not None and manifest["step"] != step:
-        raise _Damaged(f"{path} was saved as step {manifest['step']}")
-    return manifest
-
-
-def _manifest_checksum(content: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
-
-
-def _checksum(path: epath.Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            crc = zlib.crc32(chunk, crc)
-    return crc
-
-
-def _files(folder: epath.Path, prefix: str = "") -> list[str]:
-    """Names of all files under a folder, relative to it, sorted."""
-    names = []
-    for path in sorted(folder.iterdir()):
-        name = prefix + path.name
-        names += _files(path, name + "/") if path.is_dir() else [name]
-    return names
-
-
-def _leaves(tree: PyTree, *, escaped: bool = False) -> dict[str, Any]:
-    """Path ("layers/query", "0/mu/table") -> leaf."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
-    if escaped:
-        leaves = {urllib.parse.unquote(path): leaf for path, leaf in leaves.items()}
-    if len(leaves) != len(flat) or "" in leaves:
-        raise ValueError("the leaves of a checkpoint item need distinct paths that are not empty")
-    return leaves
-
-
-def _unflatten(tree: PyTree, leaves: Mapping[str, Any]) -> PyTree:
-    return jax.tree.unflatten(jax.tree.structure(tree), [leaves[path] for path in _leaves(tree)])
-
-
-def _nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain nested dicts: what is on disk then depends on no optimizer's class.
-
-    Orbax joins names with dots, so that {"a.b": x} and {"a": {"b": y}} would overwrite each other:
-    dots inside a name are escaped, and `_leaves(_nest(leaves), escaped=True)` is the inverse.
-    """
-    nested: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *parents, name = path.replace("%", "%25").replace(".", "%2E").split("/")
-        node = nested
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = leaf
-    return nested
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _describe(leaf: Any) -> dict[str, Any]:
-    return {"shape": list(np.shape(leaf)), "dtype": str(jnp.result_type(leaf))}
-
-
-def _fits(saved: Mapping[str, Any], leaf: Any) -> bool:
-    if tuple(saved["shape"]) != tuple(leaf.shape):
-        return False
-    here, there = jnp.dtype(saved["dtype"]), jnp.dtype(leaf.dtype)
-    floating = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (here, there))
-    return floating or here == there
-
-
-def _differences(
-    saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
-    """Lines telling what is missing, extra, or of another shape or kind of number."""
-
-    def text(leaf: Any) -> str:
-        described = leaf if isinstance(leaf, Mapping) else _describe(leaf)
-        return f"{described['dtype']}{described['shape']}"
-
-    missing, extra, changed = [], [], []
-    for item, leaves in wanted.items():
-        there = saved.get(item, {})
-        for path, leaf in leaves.items():
-            name = f"{item}/{path}"
-            if path not in there:
-                missing.append(f"  not in the checkpoint: {name} {text(leaf)}")
-            elif not _fits(there[path], leaf):
-                changed.append(f"  differs: {name} saved {text(there[path])}, asked {text(leaf)}")
-        extra += [
-            f"  only in the checkpoint: {item}/{path} {text(leaf)}"
-            for path, leaf in there.items()
-            if path not in leaves
-        ]
-    lines = []
-    for kind in (changed, missing, extra):
-        lines += kind[:20] + ([f"  ... and {len(kind) - 20} more"] if len(kind) > 20 else [])
-    return lines
-
-
-def _encoded(documents: Mapping[str, str | bytes], reserved: set[str]) -> dict[str, bytes]:
+def _encoded(documents: Mapping[str, str | bytes], items: Collection[str]) -> dict[str, bytes]:
+    taken = {"/", manifest_lib.FILE_NAME, _ORBAX_METADATA, *items}
     for name in documents:
         parts = PurePosixPath(name).parts
-        if not parts or ".." in parts or parts[0] in {"/", MANIFEST, _ORBAX_METADATA, *reserved}:
+        if not parts or ".." in parts or parts[0] in taken:
             raise ValueError(f"{name!r} cannot be the name of a document in a checkpoint")
     return {
         name: content.encode() if isinstance(content, str) else content
@@ -730,6 +589,14 @@ def _require_writable(folder: epath.Path) -> None:
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"checkpoints cannot be written in {folder}: {reason}") from error
+
+
+def _reason(cause: BaseException) -> str:
+    """The system's words where there are any: tensorstore wraps them in a page of its own."""
+    text = " ".join(str(cause).split())
+    if code := re.search(r"os_error_code='(\d+)'", text):
+        return os.strerror(int(code[1]))
+    return text[:300] or type(cause).__name__
 
 
 def _no_orbax_traceback(record: logging.LogRecord) -> bool:
