@@ -64,6 +64,10 @@ class Reading:
                     yield Text(self.train_documents, part.text, digest.hexdigest())
                     self.train_documents += 1
 
+    def total_bytes(self) -> int | None:
+        """All text of the source, where it knows."""
+        return getattr(self._source, "total_bytes", lambda: None)()
+
     def check_not_empty(self, config: Any) -> None:
         if not self.train_documents:
             kind = config.source.kind
@@ -122,9 +126,8 @@ def build_rows(
     shards = _unchanged(finished_shards(folder, "train"), rows_per_shard, source, split)
     reading = Reading(source, split, splits.ValidationSet(config.validation_bytes))
     title = f"tokenising {config.source.kind}"
-    total = getattr(source, "total_bytes", lambda: None)()
     try:
-        with Progress(title, total, progress) as shown:
+        with Progress(title, reading.total_bytes(), progress) as shown:
             counts = _write_training(
                 config, reading, tokenizer, folder, rows_per_shard, shards, shown
             )
@@ -237,7 +240,7 @@ def _write_training(
             write(packer.add(item.index, item.tokens, start), item.digest)
         else:
             counts.without_tokens += 1
-        shown.update(reading.bytes, reading.documents, counts.tokens)
+        shown.update(reading.bytes, f"{reading.documents:,} documents, {counts.tokens:,} tokens")
     write(packer.finish(), "")
     last = writer.finish({})
     if last:

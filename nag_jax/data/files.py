@@ -88,12 +88,19 @@ def _matches(pattern: str, key: str) -> list[SourceFile]:
 
 
 def stamp(path: epath.Path) -> str:
-    """Path, size and time of change: a cheap sign that a file is the one read before."""
-    if "://" in str(path):
-        stat = path.stat()
-        return f"{path} {stat.length} {stat.mtime}"
-    stat = os.stat(path)
-    return f"{path} {stat.st_size} {stat.st_mtime_ns}"
+    """Path, size and time of change: a cheap sign that a file is the one read before.
+
+    Raises:
+      UserError: the file is gone.
+    """
+    try:
+        if "://" in str(path):
+            stat = path.stat()
+            return f"{path} {stat.length} {stat.mtime}"
+        stat = os.stat(path)
+        return f"{path} {stat.st_size} {stat.st_mtime_ns}"
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ _LINE_SECONDS = 10.0
 
 
 class Progress:
-    """Shows bytes of text done, and tokens and documents beside them, on stderr.
+    """Shows bytes of text done, and a note beside them, on stderr.
 
     Args:
       title: what is being done.
@@ -50,9 +50,8 @@ class Progress:
         if self._bar:
             self._bar.stop()
 
-    def update(self, done_bytes: int, documents: int, tokens: int) -> None:
-        """Shows how far it is; all counts are from the beginning."""
-        note = f"{documents:,} documents, {tokens:,} tokens"
+    def update(self, done_bytes: int, note: str) -> None:
+        """Shows how far it is, counted from the beginning."""
         now = time.monotonic()
         if self._bar:
             self._bar.update(self._task, completed=done_bytes, note=note)

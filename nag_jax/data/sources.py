@@ -77,8 +77,11 @@ class PythonStandardLibrary(Source):
         self._names = []
         for folder, folders, names in os.walk(self._root):
             folders[:] = [name for name in folders if name not in self.SKIPPED_FOLDERS]
-            relative = epath.Path(folder).relative_to(self._root)
-            self._names += [(relative / name).as_posix() for name in names if name.endswith(".py")]
+            self._names += [
+                (epath.Path(folder) / name).relative_to(self._root).as_posix()
+                for name in names
+                if name.endswith(".py") and os.path.isfile(os.path.join(folder, name))
+            ]
         self._names.sort()
         if not self._names:
             raise UserError(

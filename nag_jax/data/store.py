@@ -24,6 +24,7 @@ from etils import epath
 from nag_jax.data import files, splits, tokenizers
 from nag_jax.data.building import FORMAT, STORE_FILE, Reading, build_rows, content_hash
 from nag_jax.data.packing import MemoryRows, pack
+from nag_jax.data.progress import Progress
 from nag_jax.data.shards import Shard, StoredRows, named_errors
 from nag_jax.errors import UserError
 from nag_jax.kinds import kind_class
@@ -94,7 +95,7 @@ def prepare(data_config: Any, *, progress: bool = True) -> PreparedData:
     listing = source.listing()
     cache = _cache_folder(config.cache_folder)
     settings = [FORMAT, _plain(config.source), config.validation_share]
-    tokenizer = _tokenizer(config, source, split, cache, [*settings, listing])
+    tokenizer = _tokenizer(config, source, split, cache, [*settings, listing], progress)
     settings += [config.validation_bytes, config.row_length, tokenizer.fingerprint]
     folder = cache / "rows" / content_hash([*settings, listing])
     if not (folder / STORE_FILE).exists():
@@ -192,7 +193,12 @@ def _lock(cache: epath.Path, name: str) -> Iterator[None]:
 
 
 def _tokenizer(
-    config: Any, source: Any, split: splits.Split, cache: epath.Path, key: list[Any]
+    config: Any,
+    source: Any,
+    split: splits.Split,
+    cache: epath.Path,
+    key: list[Any],
+    progress: bool,
 ) -> tokenizers.Tokenizer:
     """Builds the tokenizer; one that is trained is kept, and found again for the same texts."""
     cls = kind_class("data.tokenizer", config.tokenizer.kind)
@@ -204,12 +210,18 @@ def _tokenizer(
         with _lock(cache, name):
             if not folder.exists():
                 reading = Reading(source, split, splits.ValidationSet(1))
-                tokenizer = cls.from_config(
-                    config.tokenizer, (item.text for item in reading.training_texts())
-                )
+                title = f"training the tokenizer on {config.source.kind}"
+                with Progress(title, reading.total_bytes(), progress) as shown:
+                    tokenizer = cls.from_config(config.tokenizer, _shown_texts(reading, shown))
                 reading.check_not_empty(config)
                 temporary = cache / "partial" / f"tokenizer-{name}"
                 with named_errors(temporary):
                     tokenizer.save(temporary)
                     temporary.rename(folder)
     return tokenizers.load(folder, allow_user_kinds=True)
+
+
+def _shown_texts(reading: Reading, shown: Progress) -> Iterator[str]:
+    for item in reading.training_texts():
+        shown.update(reading.bytes, f"{reading.documents:,} documents")
+        yield item.text

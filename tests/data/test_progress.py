@@ -14,7 +14,7 @@ def show(monkeypatch, stream, **options):
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
     with progress.Progress("tokenising x", 2_000_000, **options) as shown:
-        shown.update(1_000_000, 12, 345_678)
+        shown.update(1_000_000, "12 documents, 345,678 tokens")
     return stream.getvalue()
 
 

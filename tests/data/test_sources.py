@@ -58,6 +58,7 @@ def test_undecodable_library_file_is_passed_over(tmp_path, monkeypatch):
     (tmp_path / "good.py").write_text("x = 1\n")
     (tmp_path / "latin.py").write_bytes("# -*- coding: latin-1 -*-\n# é\n".encode("latin-1"))
     (tmp_path / "bad.py").write_bytes(b"x = '\xff'\n")
+    (tmp_path / "broken_link.py").symlink_to(tmp_path / "gone.py")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "hidden.py").write_text("x")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
@@ -246,4 +247,10 @@ def test_listing_changes_with_a_file(tmp_path):
     before = text_files(path).listing()
     assert text_files(path).listing() == before
     path.write_text("two!")
-    assert text_files(path).listing() != before
+    source = text_files(path)
+    assert source.listing() != before
+    path.unlink()
+    with pytest.raises(UserError, match=f"{path} cannot be read: No such file"):
+        source.listing()
+    with pytest.raises(UserError, match=f"{path} cannot be read: No such file"):
+        pairs(source)

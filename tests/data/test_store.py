@@ -177,6 +177,28 @@ def test_processes_do_not_change_the_rows(corpus_config, monkeypatch, tmp_path):
     assert not multiprocessing.active_children()
 
 
+def test_a_process_that_dies_is_told(corpus_config, tmp_path, monkeypatch):
+    (tmp_path / "deadly.py").write_text(
+        textwrap.dedent(
+            """
+            import multiprocessing, os
+            from nag_jax.data.tokenizers import ByteTokenizer
+
+            class Deadly(ByteTokenizer):
+                def encode_batch(self, texts):
+                    if multiprocessing.parent_process():
+                        os._exit(1)
+                    return super().encode_batch(texts)
+            """
+        )
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = corpus_config(**{"tokenizer.kind": "deadly:Deadly", "workers": 2})
+    with pytest.raises(UserError, match=r"a tokenising process died \(data\.workers=2\)"):
+        store.prepare(config)
+    assert not multiprocessing.active_children()
+
+
 def test_a_bad_file_keeps_shards_and_mended_goes_on(corpus_config, small_shards, tmp_path):
     good = store.prepare(corpus_config(cache_folder=str(tmp_path / "other")))
     path = tmp_path / "corpus/050.txt"
