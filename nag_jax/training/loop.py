@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
+from rich.filesize import decimal
 
 from nag_jax.analysis.flops import training_flops
 from nag_jax.config import validate_devices
@@ -175,14 +176,14 @@ class _Run:
         try:
             with stream:
                 batches = iter(stream)
-                print("Compiling the training step ...", flush=True)
+                compiled = self._compile(step_function, state, sharding)
                 while self.step < config.train.steps and not stop:
                     profiler.before(self.step)
                     batch = {
                         name: jax.make_array_from_process_local_data(sharding, x)
                         for name, x in next(batches).items()
                     }
-                    state, metrics = step_function(state, batch)
+                    state, metrics = compiled(state, batch)
                     self.step += 1
                     self.rows += config.train.batch_size
                     # The metrics of the step before are ready by now: reading them keeps the
@@ -215,6 +216,28 @@ class _Run:
             )
         return Outcome(self.step, finished, self.evaluation)
 
+    def _compile(self, step_function, state: TrainState, sharding: jax.sharding.Sharding):
+        """Compiles the step ahead of its first batch, and says what memory it will take."""
+        print("Compiling the training step ...", flush=True)
+        began = time.perf_counter()
+        shape = (self.config.train.batch_size, self.config.data.row_length + 1)
+        batch = {
+            name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            for name, dtype in (("tokens", np.int32), ("segment_ids", np.int32), ("valid", bool))
+        }
+        compiled = step_function.lower(state, batch).compile()
+        memory = compiled.memory_analysis()
+        size = (
+            ""
+            if memory is None
+            else (
+                f"; state {decimal(memory.argument_size_in_bytes)} and temporaries "
+                f"{decimal(memory.temp_size_in_bytes)} per device"
+            )
+        )
+        print(f"Compiled in {time.perf_counter() - began:.1f} s{size}.", flush=True)
+        return compiled
+
     def _is_milestone(self) -> bool:
         config, step = self.config, self.step
         return (
@@ -230,7 +253,8 @@ class _Run:
         last = step == config.train.steps
         metric = None
         with self.progress.paused():
-            if last or step % config.evaluation.every == 0:
+            evaluates = bool(self.prepared.validation.document_names)
+            if evaluates and (last or step % config.evaluation.every == 0):
                 self.evaluation = self.evaluate(state.params, self.prepared.validation, step)
                 metric = self.evaluation.bits_per_byte
                 self.writer.write(step, self.evaluation.metrics())
