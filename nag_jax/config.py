@@ -47,7 +47,7 @@ def shared_defaults() -> dict[str, Any]:
             "source": {"kind": "python_stdlib"},
             "tokenizer": {"kind": "bytes"},
             "row_length": 512,  # T; a stored row holds T + 1 tokens
-            "validation_share": 0.02,  # of the documents, by hash of their names
+            "validation_share": 0.05,  # of the documents, by hash of their names
             "validation_bytes": 500_000,  # whole documents until reached; 0: no limit
             "cache_folder": "~/.cache/nag_jax",
             "workers": 1,  # processes that tokenise

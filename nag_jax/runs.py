@@ -169,7 +169,7 @@ def load_run(
     )
     with tempfile.TemporaryDirectory() as scratch:
         start.restore_folder(documents, start.TOKENIZER_FOLDER, epath.Path(scratch))
-        tokenizer = tokenizers.load(scratch)
+        tokenizer = tokenizers.load(scratch, allow_user_kinds=allow_user_kinds)
     model = build_model(config, tokenizer.vocab_size)
     mesh = single_device_mesh() if mesh is None else mesh
     _, arrays = reader.restore(step, {"params": abstract_params(model, mesh, dtype)})
