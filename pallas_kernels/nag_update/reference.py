@@ -44,10 +44,12 @@ def update_formula(
     orthogonal = f - along * r  # (10)
     orthogonal_sq = jnp.sum(orthogonal * orthogonal, axis=-1, keepdims=True)
     branch_sq = jnp.sum(f * f, axis=-1, keepdims=True)
-    denominator_sq = orthogonal_sq + RELATIVE_FLOOR**2 * branch_sq + ABSOLUTE_FLOOR
-    written = r + a * (orthogonal * jnp.sqrt(width / denominator_sq))  # (12), (14)
+    # Not a quotient by the squared length: its derivative divides by the square of that, which is 0
+    # in float32 for a zero branch, and the gradient would be NaN.
+    inverse = jax.lax.rsqrt(orthogonal_sq + RELATIVE_FLOOR**2 * branch_sq + ABSOLUTE_FLOOR)
+    written = r + a * (orthogonal * (inverse * width**0.5))  # (12), (14)
     rms = jnp.sqrt(jnp.mean(written * written, axis=-1, keepdims=True))
-    log_gain = 0.5 * jnp.log1p(a * a * (orthogonal_sq / denominator_sq))  # (15)
+    log_gain = 0.5 * jnp.log1p(a * a * (orthogonal_sq * inverse * inverse))  # (15)
     return (written / rms).astype(direction.dtype), log_gain[..., 0]  # (17)
 
 
