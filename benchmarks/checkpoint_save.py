@@ -84,8 +84,9 @@ def main() -> None:
                 reader = CheckpointReader(folder / "ours", checksums=checksums)
                 jax.block_until_ready(reader.restore(None, {"params": abstract["params"]})[1])
 
-            rows.append((f"restore all, {name}", min(seconds(everything) for _ in range(2))))
-            rows.append((f"restore parameters, {name}", min(seconds(parameters_alone) for _ in range(2))))
+            for what, function in (("all", everything), ("parameters", parameters_alone)):
+                best = min(seconds(function) for _ in range(2))
+                rows.append((f"restore {what}, {name}", best))
 
         manager = ocp.CheckpointManager(folder / "orbax")
         tree = {"params": state["params"], "opt_state": state["opt_state"]}
