@@ -97,7 +97,7 @@ class GroupedQueryAttention(nnx.Module):
         """Attends to earlier tokens of the same document."""
 
         def project(site: str, w: nnx.Param) -> Array:
-            return contract(f"attention/{site}", x, w[...], "btd,dnh->btnh", self.numerics)
+            return contract(f"attention/{site}", x, w[...], self.numerics)
 
         q, k = project("query", self.query), project("key", self.key)
         v = project("value", self.value)
@@ -113,7 +113,7 @@ class GroupedQueryAttention(nnx.Module):
             "attention/output",
             out.reshape(q.shape),
             self.output[...],
-            "btnh,nhd->btd",
             self.numerics,
+            inputs=2,
         )
         return BranchOut(y)

@@ -5,6 +5,7 @@ module: compute dtype today, quantisation and capture by the same names.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -37,23 +38,30 @@ def contract(
     site: str,
     x: jax.Array,
     w: jax.Array,
-    dims: str,
     numerics: Numerics,
+    *,
+    inputs: int = 1,
     dtype: jnp.dtype | None = None,
 ) -> jax.Array:
-    """Contracts an activation with a weight.
+    """Contracts the last axes of an activation with the first axes of a weight.
+
+    Both are flattened to matrices for the product: with three or more axes XLA's CPU backend
+    transposes activations in the backward pass, which made a feed-forward layer 2.5 times slower.
 
     Args:
         site: Stable name of the place, for numerics chosen by name.
-        x: Activation.
-        w: Weight in its stored dtype and layout.
-        dims: Einsum specification of the two operands.
+        x: Activation [..., *in].
+        w: Weight [*in, *out] in its stored dtype.
         numerics: The model's numerics.
+        inputs: Number of axes in `in`.
         dtype: Dtype of this contraction where it is not the compute dtype (gates need more).
 
     Returns:
-        The product in that dtype.
+        The product [..., *out] in that dtype.
     """
     dtype = numerics.dtype if dtype is None else dtype
+    tokens, out = x.shape[: x.ndim - inputs], w.shape[inputs:]
+    width = math.prod(w.shape[:inputs])
     with jax.named_scope(site):
-        return jnp.einsum(dims, x.astype(dtype), rules.gather_weight(w.astype(dtype)))
+        matrix = rules.gather_weight(w.astype(dtype)).reshape(width, -1)
+        return (x.astype(dtype).reshape(-1, width) @ matrix).reshape(*tokens, *out)
