@@ -59,7 +59,7 @@ def shared_defaults() -> dict[str, Any]:
             "vocab_multiple": 128,  # the table is padded to a multiple of this
             "compute_dtype": "float32",
             "remat": "dots_with_no_batch_dims_saveable",
-            "loss_chunk": 256,  # time steps per cross-entropy chunk; 0: all in one
+            "loss_chunk": 128,  # time steps per cross-entropy chunk; 0: all in one
             "connection": {"kind": "nag"},
             "attention": {"kind": "gqa"},
             "feedforward": {"kind": "swiglu"},

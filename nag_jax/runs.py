@@ -162,7 +162,7 @@ def load_run(
     reader = CheckpointReader(folder)
     step = step_in_path if step is None else step
     if step is None:
-        step, _ = reader.restore(None, {})
+        step = reader.newest(("params",))
     documents = reader.read_documents(step)
     config = config_lib.from_json(
         documents[start.CONFIG_FILE].decode(), allow_user_kinds=allow_user_kinds

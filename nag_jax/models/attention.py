@@ -50,7 +50,7 @@ class GroupedQueryAttention(nnx.Module):
             "head_dim": 64,
             "rope_theta": 10000.0,
             "qk_norm": False,
-            "query_chunk": 256,
+            "query_chunk": 128,
         }
 
     @staticmethod

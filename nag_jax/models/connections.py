@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from nag_jax.models.context import BranchOut, Context
 from nag_jax.models.gates import Gate, NormModulator
 from nag_jax.models.initializers import fan_in_normal
+from nag_jax.models.linear import scores
 from nag_jax.models.norms import RMSNorm, root_mean_square
 from nag_jax.parameters import declare
 from pallas_kernels import nag_update
@@ -62,9 +63,8 @@ class NormAgnosticEnds(nnx.Module):
 
     def decode(self, hidden: Array, log_scale: Array, matrix: Array) -> Float[Array, "B T V"]:
         """logit_v = exp(s_L) (R_L/sqrt(d)) . (E_v/||E_v||), at least float32."""
-        dtype = self.numerics.statistics_dtype
-        cosine = jnp.einsum("btd,vd->btv", hidden, matrix, preferred_element_type=dtype)
-        return cosine * (jnp.exp(log_scale) * hidden.shape[-1] ** -0.5)[..., None]
+        scale = jnp.exp(log_scale) * hidden.shape[-1] ** -0.5
+        return scores(hidden, matrix, self.numerics) * scale[..., None]
 
 
 class NormAgnostic(nnx.Module):
@@ -165,8 +165,7 @@ class VectorEnds(nnx.Module):
     def decode(self, hidden: Array, log_scale: Array, matrix: Array) -> Float[Array, "B T V"]:
         """Inner products with the head's rows, at least float32."""
         del log_scale
-        dtype = self.numerics.statistics_dtype
-        return jnp.einsum("btd,vd->btv", hidden, matrix, preferred_element_type=dtype)
+        return scores(hidden, matrix, self.numerics)
 
 
 class PreNorm(nnx.Module):

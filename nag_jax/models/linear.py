@@ -65,3 +65,18 @@ def contract(
     with jax.named_scope(site):
         matrix = rules.gather_weight(w.astype(dtype)).reshape(width, -1)
         return (x.astype(dtype).reshape(-1, width) @ matrix).reshape(*tokens, *out)
+
+
+def scores(hidden: jax.Array, rows: jax.Array, numerics: Numerics) -> jax.Array:
+    """Inner products of hidden states [..., d] with rows [V, d]: [..., V], at least float32.
+
+    Flattened for the same reason as `contract`.
+    """
+    with jax.named_scope("decode"):
+        flat = jnp.einsum(
+            "nd,vd->nv",
+            hidden.reshape(-1, hidden.shape[-1]),
+            rows,
+            preferred_element_type=numerics.statistics_dtype,
+        )
+        return flat.reshape(*hidden.shape[:-1], -1)

@@ -8,12 +8,13 @@ import contextlib
 import dataclasses
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from rich.filesize import decimal
 
@@ -21,18 +22,25 @@ from nag_jax.analysis.flops import training_flops
 from nag_jax.config import validate_devices
 from nag_jax.data import pipeline, store
 from nag_jax.evals.bits_per_byte import Evaluation, make_evaluator
-from nag_jax.models.transformer import build_model
+from nag_jax.models.transformer import LanguageModel, build_model
 from nag_jax.optim import build_optimizer
 from nag_jax.sharding import rules
 from nag_jax.sharding.mesh import make_mesh
 from nag_jax.training import start
-from nag_jax.training.checkpoints import FOLDER_NAME, Checkpoints, absolute
+from nag_jax.training.checkpoints import (
+    FOLDER_NAME,
+    CheckpointReader,
+    Checkpoints,
+    SaveFailed,
+    absolute,
+)
 from nag_jax.training.errors import RunFailed
 from nag_jax.training.header import print_header
 from nag_jax.training.metrics import MetricsWriter
 from nag_jax.training.progress import Progress, measure_matmul_peak
 from nag_jax.training.state import TrainState
 from nag_jax.training.step import jit_train_step, train_step
+from nag_jax.training.workdir import only_run, require_possible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,20 +99,16 @@ def train(
 
     Raises:
         UserError: The config, the data, the folder or a checkpoint cannot be used.
-        RunFailed: The loss stopped being finite under `train.nan_policy="stop"`.
+        RunFailed: The loss stopped being finite under `train.nan_policy="stop"`, or the metrics
+            could not be written.
         SaveFailed: A checkpoint could not be written.
     """
     workdir = absolute(workdir)
     devices = jax.devices()
     validate_devices(config, len(devices))
-    checkpoints = Checkpoints(
-        workdir / FOLDER_NAME,
-        **{
-            name: config.checkpoint[name]
-            for name in ("keep_last", "keep_best", "keep_steps", "keep_log_spaced")
-        },
-    )
-    start.check_resume(checkpoints, config, init_from)
+    # All that can be refused is refused before the folder is touched.
+    require_possible(workdir)
+    start.check_resume(CheckpointReader(workdir / FOLDER_NAME), config, init_from)
     prepared = store.prepare(config.data)
     for line in prepared.summary_lines():
         print(line)
@@ -112,54 +116,93 @@ def train(
     model = build_model(config, prepared.tokenizer.vocab_size)
     optimizer, schedule = build_optimizer(config.optimizer, config.train.steps, model.infos)
     print_header(config, model, optimizer, mesh)
-    state, position = start.start_state(
-        checkpoints, config, model, optimizer, mesh, prepared, init_from
-    )
-    run = _Run(config, workdir, checkpoints, prepared, mesh, model, position)
-    if run.step == config.train.steps:
-        print(f"This run is complete: {run.step} of {config.train.steps} steps are done.")
-        return Outcome(run.step, True, None)
-    function = train_step(
-        model,
-        optimizer,
-        schedule,
-        accumulation=config.train.accumulation,
-        taps=config.train.taps,
-        skip_not_finite=config.train.nan_policy == "skip",
-    )
-    step_function = jit_train_step(function, model, optimizer, mesh)
-    stop = StopRequest()
-    with stop.listening(), jax.set_mesh(mesh):
-        return run.go(state, step_function, stop)
+    with contextlib.ExitStack() as stack:
+        if jax.process_index() == 0:
+            stack.enter_context(only_run(workdir))
+        keep = ("keep_last", "keep_best", "keep_steps", "keep_log_spaced")
+        checkpoints = Checkpoints(
+            workdir / FOLDER_NAME, **{name: config.checkpoint[name] for name in keep}
+        )
+        state, position = start.start_state(
+            checkpoints, config, model, optimizer, mesh, prepared, init_from
+        )
+        if position.step == config.train.steps:
+            print(f"This run is complete: all {position.step} steps are done.")
+            return Outcome(position.step, True, None)
+        function = train_step(
+            model,
+            optimizer,
+            schedule,
+            accumulation=config.train.accumulation,
+            taps=config.train.taps,
+            skip_not_finite=config.train.nan_policy == "skip",
+        )
+        stretch = _Stretch(config, workdir, checkpoints, prepared, mesh, model, position)
+        with stretch.stop.listening(), jax.set_mesh(mesh):
+            return stretch.run(state, jit_train_step(function, model, optimizer, mesh))
 
 
-class _Run:
-    """One stretch of a run: what the steps between a start and an end share."""
+class _Stretch:
+    """One stretch of a run, from a start to an end: what its steps share."""
 
-    def __init__(self, config, workdir, checkpoints, prepared, mesh, model, position):
+    def __init__(
+        self,
+        config: ConfigDict,
+        workdir: epath.Path,
+        checkpoints: Checkpoints,
+        prepared: store.PreparedData,
+        mesh: Mesh,
+        model: LanguageModel,
+        position: start.Position,
+    ):
         self.config, self.workdir, self.checkpoints = config, workdir, checkpoints
-        self.prepared, self.mesh, self.model = prepared, mesh, model
+        self.prepared = prepared
         self.step, self.rows = position.step, position.rows_consumed
         self.first_step = position.step
+        self.stop = StopRequest()
+        self.sharding = rules.batch_sharding(mesh)
         self.evaluate = make_evaluator(model, mesh, config.evaluation.batch_size)
         self.evaluation: Evaluation | None = None
         self.documents = start.checkpoint_documents(config, prepared)
-
-    def go(self, state: TrainState, step_function, stop: StopRequest) -> Outcome:
-        config = self.config
         peak = config.train.peak_flops or measure_matmul_peak(config.model.compute_dtype)
-        progress = Progress(
-            config.train.steps,
-            flops_per_token=training_flops(self.model.infos, config, self.model.vocab_size),
-            peak_flops=peak * self.mesh.size,
-        )
-        writer = MetricsWriter(
-            self.workdir,
-            resume_step=self.first_step or None,
+        self.writer = MetricsWriter(
+            workdir,
+            resume_step=position.step or None,
             tensorboard=config.metrics.tensorboard,
             wandb_project=config.metrics.wandb_project,
             config=config.to_dict(),
         )
+        self.progress = Progress(
+            config.train.steps,
+            flops_per_token=training_flops(model.infos, config, model.vocab_size),
+            peak_flops=peak * mesh.size,
+        )
+
+    def run(self, state: TrainState, step_function: Callable) -> Outcome:
+        """Takes steps until all are done or a signal asks to stop; saves, and closes everything."""
+        try:
+            state = self._steps(state, step_function)
+            if self.stop and self.step > self.first_step:
+                self._save(state, None)
+            self.checkpoints.close()
+        except RunFailed as error:
+            # A save in progress may still make it; whether it does is not what failed here.
+            with contextlib.suppress(SaveFailed):
+                self.checkpoints.close()
+            raise RunFailed(f"{error}; {self._saved()}") from error
+        finally:
+            self.progress.close()
+            self.writer.close()
+        finished = self.step == self.config.train.steps
+        if not finished:
+            name = signal.Signals(self.stop.signal).name
+            print(f"Stopped by {name} after step {self.step}; {self._saved()}.")
+        return Outcome(self.step, finished, self.evaluation)
+
+    def _steps(self, state: TrainState, step_function: Callable) -> TrainState:
+        config = self.config
+        late: tuple[int, dict[str, Any]] | None = None
+        step_function = self._compile(step_function, state)
         stream = pipeline.TrainingStream(
             self.prepared.train,
             config.seed,
@@ -169,73 +212,48 @@ class _Run:
             jax.process_count(),
             config.data.prefetch_rows,
         )
-        sharding = rules.batch_sharding(self.mesh)
-        late: tuple[int, dict[str, Any]] | None = None
-        profiler = _Profiler(config, self.workdir / "profile", self.first_step)
-        self.writer, self.progress = writer, progress
-        try:
-            with stream:
-                batches = iter(stream)
-                compiled = self._compile(step_function, state, sharding)
-                while self.step < config.train.steps and not stop:
-                    profiler.before(self.step)
-                    batch = {
-                        name: jax.make_array_from_process_local_data(sharding, x)
-                        for name, x in next(batches).items()
-                    }
-                    state, metrics = compiled(state, batch)
-                    self.step += 1
-                    self.rows += config.train.batch_size
-                    # The metrics of the step before are ready by now: reading them keeps the
-                    # device busy with this one.
-                    if late is not None:
-                        self._report(*late)
-                    late = (self.step, metrics)
-                    profiler.after(self.step, state)
-                    if self._is_milestone():
-                        self._report(*late)
-                        late = None
-                        self._milestone(state)
+        with stream, _Profiler(config, self.workdir / "profile", self.first_step) as profiler:
+            while self.step < config.train.steps and not self.stop:
+                profiler.before(self.step)
+                batch = {
+                    name: jax.make_array_from_process_local_data(self.sharding, x)
+                    for name, x in next(stream).items()
+                }
+                state, metrics = step_function(state, batch)
+                self.step += 1
+                self.rows += config.train.batch_size
+                # The metrics of the step before are ready by now: reading them keeps the device
+                # busy with this one.
                 if late is not None:
                     self._report(*late)
-                if stop and self.step > self.first_step:
-                    self._save(state, None)
-            self.checkpoints.close()
-        finally:
-            profiler.close()
-            progress.close()
-            writer.close()
-        finished = self.step == config.train.steps
-        if stop and not finished:
-            name = signal.Signals(stop.signal).name
-            saved = max(self.checkpoints.steps(), default=None)
-            print(
-                f"Stopped by {name} after step {self.step}; "
-                + ("nothing was saved yet." if saved is None else f"step {saved} is saved.")
-                + " The same command goes on from there."
-            )
-        return Outcome(self.step, finished, self.evaluation)
+                late = (self.step, metrics)
+                profiler.after(self.step, state)
+                if self._is_milestone():
+                    self._report(*late)
+                    late = None
+                    self._milestone(state)
+            if late is not None:
+                self._report(*late)
+        return state
 
-    def _compile(self, step_function, state: TrainState, sharding: jax.sharding.Sharding):
+    def _compile(self, step_function: Callable, state: TrainState) -> Callable:
         """Compiles the step ahead of its first batch, and says what memory it will take."""
         print("Compiling the training step ...", flush=True)
         began = time.perf_counter()
         shape = (self.config.train.batch_size, self.config.data.row_length + 1)
         batch = {
-            name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            name: jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
             for name, dtype in (("tokens", np.int32), ("segment_ids", np.int32), ("valid", bool))
         }
         compiled = step_function.lower(state, batch).compile()
-        memory = compiled.memory_analysis()
-        size = (
-            ""
-            if memory is None
-            else (
-                f"; state {decimal(memory.argument_size_in_bytes)} and temporaries "
-                f"{decimal(memory.temp_size_in_bytes)} per device"
+        seconds, memory = time.perf_counter() - began, compiled.memory_analysis()
+        size = ""
+        if memory is not None:
+            size = (
+                f"; per device {decimal(memory.argument_size_in_bytes)} of state and batch, "
+                f"{decimal(memory.temp_size_in_bytes)} of temporaries"
             )
-        )
-        print(f"Compiled in {time.perf_counter() - began:.1f} s{size}.", flush=True)
+        print(f"Compiled in {seconds:.1f} s{size}.", flush=True)
         return compiled
 
     def _is_milestone(self) -> bool:
@@ -270,7 +288,7 @@ class _Run:
         position = start.Position(self.step, self.rows)
         self.checkpoints.save(
             self.step,
-            {"params": state.params, "opt_state": state.opt_state, "balance": state.balance},
+            {item: getattr(state, item) for item in start.ITEMS},
             self.documents | {start.POSITION_FILE: position.to_json(self.prepared.fingerprint)},
             metric,
         )
@@ -295,15 +313,18 @@ class _Run:
                 scalars["train/taps/gate_min"] = float(np.min(metrics["taps"]["gate"]))
             self.writer.write(step, scalars | rates)
         if metrics["finite"] == 0 and config.train.nan_policy == "stop":
-            with contextlib.suppress(Exception):
-                self.checkpoints.wait()
-            good = max(self.checkpoints.steps(), default=None)
             raise RunFailed(
-                f"the loss or gradient of step {step} is not finite (loss {metrics['loss']}); "
-                + ("there is no checkpoint yet" if good is None else f"step {good} is saved")
-                + ", and the same command goes on from there. Lower optimizer.learning_rate, or "
-                'set train.nan_policy="skip" to leave such steps out.'
+                f"the loss or gradient of step {step} is not finite (loss {metrics['loss']}): "
+                "lower optimizer.learning_rate, or leave such steps out with "
+                "train.nan_policy=skip"
             )
+
+    def _saved(self) -> str:
+        """What is on disk, in words."""
+        step = self.checkpoints.last_good
+        if step is None:
+            return "nothing has been saved yet"
+        return f"step {step} is saved, and the same command goes on from there"
 
 
 class _Profiler:
@@ -316,6 +337,12 @@ class _Profiler:
         self.end = None if self.begin is None else self.begin + config.train.profile_steps
         self.running = False
 
+    def __enter__(self) -> "_Profiler":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._end()
+
     def before(self, step: int) -> None:
         """Starts the trace if its first step comes next."""
         if step == self.begin:
@@ -326,10 +353,9 @@ class _Profiler:
         """Ends the trace when its last step is done."""
         if self.running and step == self.end:
             jax.block_until_ready(state)
-            self.close()
+            self._end()
 
-    def close(self) -> None:
-        """Ends a trace that is still running."""
+    def _end(self) -> None:
         if self.running:
             jax.profiler.stop_trace()
             self.running = False

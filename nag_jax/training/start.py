@@ -30,6 +30,7 @@ from nag_jax.training.state import TrainState, abstract_state, initialise
 CONFIG_FILE = "config.json"
 POSITION_FILE = "data.json"
 TOKENIZER_FOLDER = "tokenizer"
+ITEMS = ("params", "opt_state", "balance")
 CARRIED = ("params", "opt", "balance", "data")
 
 # Keys that change how a run is executed but neither what it computes nor in which order: a run may
@@ -111,12 +112,14 @@ def checkpoint_documents(config: ConfigDict, prepared: Any) -> dict[str, str | b
     return {CONFIG_FILE: config_lib.to_json(config), **tokenizer}
 
 
-def check_resume(checkpoints: Checkpoints, config: ConfigDict, init_from: InitFrom | None) -> None:
+def check_resume(
+    checkpoints: CheckpointReader, config: ConfigDict, init_from: InitFrom | None
+) -> None:
     """Refuses to go on with a run under a config that makes it another run.
 
     Raises:
-        UserError: The config differs in a key that matters (the differences are listed), or
-            `--init_from` names a start for a folder that has one.
+        UserError: The config differs in a key that matters (the differences are listed), no
+            checkpoint is intact, or `--init_from` names a start for a folder that has one.
     """
     if checkpoints.is_empty():
         return
@@ -125,10 +128,8 @@ def check_resume(checkpoints: Checkpoints, config: ConfigDict, init_from: InitFr
             f"--init_from starts a new run, but {checkpoints.folder} holds checkpoints already: "
             "choose another --workdir, or leave --init_from out to go on with this run"
         )
-    steps = checkpoints.steps()
-    if not steps:
-        return  # all damaged; restoring says so by name
-    saved = checkpoints.read_documents(steps[-1])[CONFIG_FILE].decode()
+    step = checkpoints.newest(ITEMS)
+    saved = checkpoints.read_documents(step)[CONFIG_FILE].decode()
     saved = config_lib.from_json(saved, allow_user_kinds=True)
     different = [
         line for line in config_lib.diff(saved, config) if not line.startswith(RESUMABLE_KEYS)
@@ -165,10 +166,7 @@ def start_state(
 
 def _resume(checkpoints, config, model, optimizer, mesh, prepared):
     abstract = abstract_state(model, optimizer, mesh)
-    step, arrays = checkpoints.restore(
-        None,
-        {"params": abstract.params, "opt_state": abstract.opt_state, "balance": abstract.balance},
-    )
+    step, arrays = checkpoints.restore(None, {item: getattr(abstract, item) for item in ITEMS})
     documents = checkpoints.read_documents(step)
     position = _read_position(documents, prepared, f"{checkpoints.folder}, step {step}")
     saved = config_lib.from_json(documents[CONFIG_FILE].decode(), allow_user_kinds=True)

@@ -1,0 +1,58 @@
+"""The folder of a run: whether it can be one, and that one run at a time is in it."""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+
+from etils import epath
+
+from nag_jax.errors import UserError
+
+
+def require_possible(workdir: epath.Path) -> None:
+    """Refuses a folder that cannot be made or written, without making it.
+
+    Raises:
+        UserError: If it, or what it would lie in, is a file or may not be written.
+    """
+    if "://" in str(workdir):
+        return
+    existing = workdir
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise UserError(f"--workdir={workdir}: {existing} is a file, not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"--workdir={workdir}: {existing} may not be written")
+
+
+@contextlib.contextmanager
+def only_run(workdir: epath.Path) -> Iterator[None]:
+    """Makes the folder and holds its lock; the system frees the lock if the process dies.
+
+    Two runs would delete each other's unfinished checkpoints. Remote folders ("gs://...") have no
+    locks and are not protected.
+
+    Raises:
+        UserError: If another process holds it.
+    """
+    if "://" in str(workdir):
+        yield
+        return
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        handle = os.open(workdir / ".lock", os.O_CREAT | os.O_RDWR)
+    except OSError as error:
+        raise UserError(f"--workdir={workdir} cannot be written: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process is training in {workdir}: wait for it, or choose another "
+                "--workdir"
+            ) from None
+        yield
+    finally:
+        os.close(handle)
