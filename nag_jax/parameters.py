@@ -73,11 +73,7 @@ def declare(
     Raises:
         ValueError: If a name is unknown or the record does not fit the value.
     """
-    unknown = [name for name in (*axes, *rows, *columns) if name not in AXES]
-    if unknown:
-        raise ValueError(f"unknown logical axis {unknown[0]!r}; known axes: {', '.join(AXES)}")
-    if role not in ROLES:
-        raise ValueError(f"unknown parameter role {role!r}; known roles: {', '.join(ROLES)}")
+    _check_names((*axes, *rows, *columns), role)
     if len(axes) != value.ndim:
         raise ValueError(f"{len(axes)} axis names {axes} for a value of shape {value.shape}")
     if (role == "matrix") != bool(rows and columns):
@@ -87,18 +83,27 @@ def declare(
     return nnx.Param(value, axes=axes, role=role, rows=rows, columns=columns, centred=centred)
 
 
+def _check_names(axes: tuple[str, ...], role: str) -> None:
+    unknown = [name for name in axes if name not in AXES]
+    if unknown:
+        raise ValueError(f"unknown logical axis {unknown[0]!r}; known axes: {', '.join(AXES)}")
+    if role not in ROLES:
+        raise ValueError(f"unknown parameter role {role!r}; known roles: {', '.join(ROLES)}")
+
+
 def info_of(variable: nnx.Variable, path: str) -> ParamInfo:
     """Reads one parameter's record.
 
     Args:
         variable: The parameter; its value may be abstract and may have one stack axis in front.
-        path: Its path, for the error.
+            A record written as plain metadata, without `declare`, serves as well.
+        path: Its path, for the errors.
 
     Returns:
         The record with positions resolved for the (stacked) leaf.
 
     Raises:
-        ValueError: If the parameter was not made by `declare`.
+        ValueError: If the parameter has no record, or a name in it is unknown.
     """
     metadata = variable.get_metadata()
     if "axes" not in metadata or "role" not in metadata:
@@ -107,17 +112,22 @@ def info_of(variable: nnx.Variable, path: str) -> ParamInfo:
             "nag_jax.parameters.declare"
         )
     shape = tuple(variable.shape)
-    axes = tuple(metadata["axes"])
+    axes, role = tuple(metadata["axes"]), metadata["role"]
+    rows, columns = (tuple(metadata.get(side, ())) for side in ("rows", "columns"))
+    try:
+        _check_names((*axes, *rows, *columns), role)
+    except ValueError as error:
+        raise ValueError(f"parameter {path}: {error}") from error
     if len(shape) == len(axes) + 1:
         axes = (STACK_AXIS, *axes)
     if len(shape) != len(axes):
         raise ValueError(f"parameter {path} has shape {shape} but axes {axes}")
     return ParamInfo(
         axes=axes,
-        role=metadata["role"],
-        rows=tuple(axes.index(name) for name in metadata["rows"]),
-        columns=tuple(axes.index(name) for name in metadata["columns"]),
-        centred=metadata["centred"],
+        role=role,
+        rows=tuple(axes.index(name) for name in rows),
+        columns=tuple(axes.index(name) for name in columns),
+        centred=metadata.get("centred", False),
         shape=shape,
         dtype=variable.dtype,
     )

@@ -1,5 +1,6 @@
 """Tiny models, batches and parameters for tests, also of scripts that tests start."""
 
+import contextlib
 import math
 from typing import Any
 
@@ -26,6 +27,17 @@ SMALL = {
     "model.feedforward.hidden": 20,
 }
 VOCAB = 13
+
+
+@contextlib.contextmanager
+def quick_compilation():
+    """Compiles without most optimisations: half the time where a test is about values alone."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def small_config(overrides: dict[str, Any] | None = None, **keys: Any) -> ConfigDict:

@@ -123,7 +123,7 @@ def test_values_and_gradients(shape, dtype, implementation, x64):
         gradients, expected_gradients(exact, exact_cotangents), inputs, strict=True
     ):
         assert got.dtype == given_.dtype
-        # In d = 3 the branch can only choose a sign: its gradient is 0, where others are of order 1.
+        # In d = 3 the branch only chooses a sign: its gradient is 0 where others are near 1.
         limit = max(2 * tolerance, 1e-7)
         scale = max(1, np.abs(wanted).max())
         np.testing.assert_allclose(

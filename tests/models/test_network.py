@@ -13,20 +13,23 @@ from nag_jax.parameters import flatten
 STEP = 1  # of 4 warm-up steps: every NAG gain is halved
 CASES = {
     "nag": {},
-    "nag, qk-norm, fixed beta": {
-        "attention__qk_norm": True,
+    "nag, fixed beta, qk-norm, multi-query, mlp": {
         "connection__beta_trainable": False,
         "connection__beta_init": 1.7,
+        "attention__qk_norm": True,
         "attention__num_kv_heads": 1,
+        "feedforward__kind": "mlp",
     },
-    "nag, mlp": {"feedforward__kind": "mlp", "attention__num_kv_heads": 4},
-    "prenorm": {"connection__kind": "prenorm", "attention__qk_norm": True},
-    "prenorm, free head, mlp": {
+    "prenorm, tied head, qk-norm, multi-head": {
         "connection__kind": "prenorm",
+        "attention__qk_norm": True,
+        "attention__num_kv_heads": 4,
+    },
+    "residual-free, free head, mlp": {
+        "connection__kind": "residual_free",
         "connection__head": "free",
         "feedforward__kind": "mlp",
     },
-    "residual-free": {"connection__kind": "residual_free", "feedforward__kind": "mlp"},
 }
 
 

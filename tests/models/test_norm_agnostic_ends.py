@@ -20,19 +20,6 @@ def context_of(batch):
     )
 
 
-def test_table_starts_centred_and_ends_padded():
-    model = small_model(vocab_multiple=8)
-    rows = np.asarray(jax.jit(model.init)(jax.random.key(0))["table"]["rows"])
-    assert rows.shape == (16, 16)
-    np.testing.assert_allclose(rows.mean(axis=1), 0, atol=1e-6)
-    np.testing.assert_array_equal(rows[VOCAB:], 0)
-    np.testing.assert_allclose(np.std(rows[:VOCAB]), 1, rtol=0.15)
-    half = small_model(connection__embedding_std=0.5, connection__encode_gain_init=3.0)
-    params = jax.jit(half.init)(jax.random.key(0))
-    np.testing.assert_allclose(params["table"]["rows"], 0.5 * rows, rtol=1e-6)
-    np.testing.assert_allclose(params["ends"]["log_encode_gain"], np.log(3), rtol=1e-6)
-
-
 def test_start(x64):
     """R_0 = sqrt(d) e/|e| and s_0 = log(G |e|/sqrt(d)), with G = exp of its stored logarithm."""
     model = small_model(compute_dtype="float64")
@@ -70,7 +57,7 @@ def test_encode_gain_is_an_inverse_temperature(x64):
     tokens = packed_batch([[9], [9]], 8)["tokens"]
     logits = jax.jit(model.logits)
     before = logits(params, tokens)
-    params["ends"]["log_encode_gain"] += np.log(2)
+    params["ends"]["log_encode_gain"] = params["ends"]["log_encode_gain"] + np.log(2)
     np.testing.assert_allclose(logits(params, tokens), 2 * before, rtol=1e-12)
 
 
@@ -92,7 +79,7 @@ def test_the_scale_of_the_embedding_moves_only_the_log_norm(x64):
         np.testing.assert_allclose(scaled_log_norm, log_norm + np.log(scale), rtol=1e-10)
 
 
-def test_gradients_of_unused_rows_are_zero_and_finite():
+def test_gradients_of_unused_rows_are_zero_and_finite(quick_compile):
     """Padding rows are all zero: their norm must not poison the gradient."""
     model = small_model(vocab_multiple=32)
     params = random_params(model)

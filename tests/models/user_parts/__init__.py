@@ -1,0 +1,1 @@
+"""Parts as a user would write them, outside the package."""

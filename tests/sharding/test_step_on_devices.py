@@ -1,0 +1,33 @@
+"""A step is the same for 1 and 8 devices and any accumulation, in every metric."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+METRICS = {"accuracy", "finite", "gradient_norm", "learning_rate", "loss", "parameter_norm"}
+METRICS |= {"tokens", "update_norm", "taps/gain", "taps/norm", "taps/rotation"}
+GATES = {"taps/gate", "taps/gate_floored"}
+
+
+@pytest.mark.parametrize("connection", ["nag", "prenorm"])
+def test_eight_devices_and_accumulation_equal_one(connection):
+    """Metrics to 1e-5, parameters to rounding, bytes a device to 1.1 times its share."""
+    here = Path(__file__).parent
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(here.parent)]),
+    }
+    result = subprocess.run(
+        [sys.executable, str(here / "step_on_devices.py"), connection],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    expected = METRICS | (GATES if connection == "nag" else set())
+    assert f"metrics: {sorted(expected)}" in result.stdout
