@@ -6,6 +6,7 @@ A thin wrapper around absl's flags. `--config=path.py[:argument]` names the conf
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -17,8 +18,10 @@ from ml_collections import ConfigDict
 from nag_jax import config as config_lib
 from nag_jax.errors import UserError
 
+FAILED = 1  # exit code of a run that could not go on
 MISTAKE = 2  # exit code for a user's mistake
 INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
+PIPE_CLOSED = 141  # and one whose reader went away
 
 _CONFIG_FLAG = re.compile(r"--?config(?:\.(?P<key>[^=]*))?(?:=(?P<value>.*))?", re.DOTALL)
 _MISSING_FLAG = re.compile(r"flag --(\w+)=None: .* must have a value other than None\.")
@@ -47,8 +50,8 @@ def run(
     """Runs `main(config, flags)` and exits with its return value (None is 0).
 
     A UserError, a mistaken flag or config exits with code 2 after `error: <sentence>` on stderr, an
-    interrupt with 130; any other exception is a fault of the program and keeps its traceback. The
-    config given to `main` is complete and validated.
+    interrupt with 130, a closed pipe on stdout with 141; any other exception is a fault of the
+    program and keeps its traceback. The config given to `main` is complete and validated.
 
     Args:
       main: the binary; it defines its own flags with absl's `flags.DEFINE_*`.
@@ -57,11 +60,19 @@ def run(
       argv: the command line with the program's name, sys.argv by default.
     """
     argv = list(sys.argv if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # file names and generated text may be any characters
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = _run(main, takes_config, argv)
+        sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         code = MISTAKE
+    except BrokenPipeError:
+        # What is still buffered would fail again when the interpreter flushes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = PIPE_CLOSED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = INTERRUPTED
@@ -72,7 +83,7 @@ def take_apart(args: Sequence[str]) -> Arguments:
     """Separates `--config...` and `--help` from the flags that absl reads.
 
     Raises:
-      UserError: a `--config` flag without its value.
+      UserError: a `--config` flag without its value, or two config files.
     """
     config_file, overrides, wants_help, rest = None, [], False, []
     position = 0
@@ -92,6 +103,8 @@ def take_apart(args: Sequence[str]) -> Arguments:
                 value = args[position]
                 position += 1
             if match["key"] is None:
+                if config_file is not None:
+                    raise UserError(f"--config is given twice: {config_file} and {value}")
                 config_file = value
             else:
                 overrides.append(f"{match['key']}={value}")

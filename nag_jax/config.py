@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from nag_jax.config_files import load_config_file, parse_arg
 from nag_jax.dotted import flatten, nest
 from nag_jax.errors import UserError
-from nag_jax.kinds import REGISTRY, kind_class, kind_defaults
+from nag_jax.kinds import RATE_MULTIPLIER, REGISTRY, kind_class, kind_defaults
 from nag_jax.validation import RULES, validate, validate_devices
 from nag_jax.values import Leaf, convert, describe_type, parse
 
@@ -73,14 +73,8 @@ def shared_defaults() -> dict[str, Any]:
             "adam_b1": 0.9,
             "adam_b2": 0.95,
             "adam_eps": 1e-8,
-            "rate_multiplier": {
-                "embedding": 1.0,
-                "head": 1.0,
-                "gate": 0.1,
-                "scale": 1.0,
-                "bias": 1.0,
-                "conv": 1.0,
-            },
+            # Of the schedule's rate, which is the matrices'; kinds bring those of other roles.
+            "rate_multiplier": {"embedding": 1.0, "scale": 1.0},
             "schedule": {"kind": "cosine"},
         },
         "train": {
@@ -168,7 +162,7 @@ def resolve(
 
     replaced = {node: file_kinds[node] for node in REGISTRY if kinds[node] != file_kinds[node]}
     dropped = _leaves_of_kinds(
-        {n: k for n, k in replaced.items() if any(key.startswith(f"{n}.") for key in given)}, shared
+        {n: k for n, k in replaced.items() if any(_may_be_of(key, n) for key in given)}, shared
     )
     for key, value in given.items():
         if key in dropped:
@@ -292,6 +286,11 @@ def _leaves_of_kinds(kinds: Mapping[str, str], shared: Mapping[str, Leaf]) -> di
     return leaves
 
 
+def _may_be_of(key: str, node: str) -> bool:
+    """Whether a kind of the node may bring this key."""
+    return key.startswith((f"{node}.", f"{RATE_MULTIPLIER}."))
+
+
 def _check_key(key: str, value: Any, leaves: Mapping[str, Leaf], kinds: Mapping[str, str]) -> None:
     """Raises a UserError unless `key` is a leaf (or a group given as an empty dict)."""
     if key in leaves:
@@ -302,7 +301,7 @@ def _check_key(key: str, value: Any, leaves: Mapping[str, Leaf], kinds: Mapping[
         hint = f"to choose its kind set {key}.kind" if key in kinds else f"set {key}.<key>"
         raise UserError(f"{key} is a group of keys, not a value: {hint}")
     for node in sorted(kinds, key=len, reverse=True):
-        if not key.startswith(f"{node}."):
+        if not _may_be_of(key, node):
             continue
         owners = [
             kind

@@ -7,11 +7,15 @@ in the same order, a fixed number of tokens; beside them stand a trigram model o
 What it prints at the end is what was measured, whichever model wins.
 """
 
+import os
+import sys
 import time
 
 from absl import flags
+from etils import epath
 
 from nag_jax import cli
+from nag_jax.errors import UserError
 
 _OUT = flags.DEFINE_string("out", "report", "folder of the report")
 _RUNS = flags.DEFINE_string(
@@ -25,10 +29,24 @@ PROMPT = "def read_lines(path):\n"
 SAMPLE_TOKENS = 120
 
 
+def make_folder(flag: str, folder: epath.Path) -> None:
+    """Makes a folder before minutes of work go into what it is for.
+
+    Raises:
+        UserError: It cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"{flag}={folder}: no such folder can be made: {reason}") from error
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{flag}={folder} may not be written")
+
+
 def main(config, flag_values) -> int:
     """Trains both, measures the yardsticks, samples, writes the report."""
     del config
-    from etils import epath
     from rich.console import Console
     from rich.table import Table
 
@@ -38,13 +56,15 @@ def main(config, flag_values) -> int:
     from nag_jax.analysis.report import RunSummary, Sample, verdict, write_report
     from nag_jax.data import store
     from nag_jax.runs import load_run
-    from nag_jax.training.checkpoints import absolute
+    from nag_jax.training.checkpoints import SaveFailed, absolute
+    from nag_jax.training.errors import RunFailed
     from nag_jax.training.loop import train
     from nag_jax.training.metrics import read_metrics
 
     began = time.perf_counter()
     console = Console(highlight=False, soft_wrap=True)
-    root = absolute(flag_values.runs)
+    root, out = absolute(flag_values.runs), absolute(flag_values.out)
+    make_folder("--out", out)
     summaries, runs = [], {}
     for name, connection in MODELS.items():
         console.rule(f"{name}: training")
@@ -52,9 +72,14 @@ def main(config, flag_values) -> int:
         config = config_lib.resolve(config_lib.load_config_file(f"{CONFIG}:{argument}"))
         config_lib.validate(config)
         started = time.perf_counter()
-        outcome = train(config, root / connection)
+        try:
+            outcome = train(config, root / connection)
+        except (SaveFailed, RunFailed) as error:
+            print(f"failed: {error}", file=sys.stderr)
+            return cli.FAILED
         if not outcome.finished:
-            return 0
+            print("The same command goes on from there.")
+            return cli.INTERRUPTED
         seconds = time.perf_counter() - started
         run = runs[name] = load_run(root / connection)
         evaluation = outcome.evaluation or run.evaluate_validation()
@@ -96,7 +121,7 @@ def main(config, flag_values) -> int:
 
     prepared = store.prepare(config.data, progress=False)
     path = write_report(
-        epath.Path(flag_values.out),
+        out,
         summaries,
         yardsticks,
         Sample(best.name, PROMPT, sample.text),

@@ -8,15 +8,20 @@ The divisor is the UTF-8 bytes of the original text. Documents are packed into r
 used in training; a document longer than a row goes on in the next without its earlier context.
 """
 
+import contextlib
 import hashlib
 import json
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from absl import flags
+from etils import epath
 from ml_collections import ConfigDict
 
 from nag_jax import cli
+from nag_jax.data.files import absolute
+from nag_jax.data.packing import utf8_length
 from nag_jax.errors import UserError
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "a run's folder or one step's folder")
@@ -25,7 +30,12 @@ _TEXT = flags.DEFINE_list("text", [], "text files or patterns, one document a fi
 _JSONL = flags.DEFINE_list("jsonl", [], "JSON Lines files (.jsonl, .gz, .zst) or patterns")
 _PARQUET = flags.DEFINE_list("parquet", [], "Parquet files or patterns")
 _FIELD = flags.DEFINE_string("field", "text", "field that holds the text in JSON Lines or Parquet")
-_BY = flags.DEFINE_enum("by", "file", ["corpus", "file", "document"], "what each line reports")
+_BY = flags.DEFINE_enum(
+    "by",
+    None,
+    ["corpus", "file", "document"],
+    "what each line reports; file by default, corpus for the run's own validation set",
+)
 _BATCH = flags.DEFINE_integer("batch_size", 16, "rows per forward pass; no result depends on it")
 _JSON = flags.DEFINE_string("json", "", "also write the results to this file")
 _USER_KINDS = flags.DEFINE_bool(
@@ -35,7 +45,11 @@ flags.mark_flag_as_required("checkpoint")
 
 
 class Texts:
-    """Documents of the files named on the command line, hashed as they are read."""
+    """Documents of the files named on the command line, hashed as they are read.
+
+    Attributes:
+        whole_files: Names read so far of documents that are a file each.
+    """
 
     def __init__(self, flag_values: flags.FlagValues):
         from nag_jax.kinds import kind_class
@@ -45,18 +59,24 @@ class Texts:
             paths = tuple(flag_values[kind].value)
             if paths:
                 node = ConfigDict({"paths": paths, "field": flag_values.field})
-                self._sources.append(kind_class("data.source", kind)(node))
+                with _named_flags(kind):
+                    self._sources.append((kind, kind_class("data.source", kind)(node)))
         self._digest = hashlib.blake2b(digest_size=12)
+        self.whole_files: set[str] = set()
 
     def __bool__(self) -> bool:
         return bool(self._sources)
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
-        for source in self._sources:
-            for document in source.documents():
-                data = f"{document.name}\0{document.text}\0"
-                self._digest.update(data.encode(errors="surrogateescape"))
-                yield document.name, document.text
+        for kind, source in self._sources:
+            with _named_flags(kind):
+                for document in source.documents():
+                    utf8_length(document.text, document.where)
+                    data = f"{document.name}\0{document.text}\0"
+                    self._digest.update(data.encode(errors="surrogateescape"))
+                    if kind == "text":
+                        self.whole_files.add(document.name)
+                    yield document.name, document.text
 
     @property
     def fingerprint(self) -> str:
@@ -64,43 +84,75 @@ class Texts:
         return self._digest.hexdigest()
 
 
-def group_of(name: str, by: str) -> str:
+@contextlib.contextmanager
+def _named_flags(kind: str) -> Iterator[None]:
+    """Errors of a source speak of config keys; here these are flags."""
+    try:
+        yield
+    except UserError as error:
+        text = str(error).replace("data.source.paths", f"--{kind}")
+        raise UserError(text.replace("data.source.field", "--field")) from error
+
+
+def require_writable(flag: str, path: epath.Path) -> None:
+    """Refuses a file that cannot be written, before any work is done for it.
+
+    Raises:
+        UserError: It is a folder, lies in none, or may not be written.
+    """
+    if "://" in str(path):
+        return
+    if path.is_dir():
+        raise UserError(f"{flag}={path}: it is a folder, not a file")
+    if not path.parent.is_dir():
+        raise UserError(f"{flag}={path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"{flag}={path} may not be written")
+
+
+def group_of(name: str, by: str, whole_files: Container[str]) -> str:
     """What a document is reported under: itself, its file, or everything together."""
-    if by == "document":
-        return name
+    if by == "corpus":
+        return "all"
     # Documents of files that hold several are named "file:line".
-    return re.sub(r":\d+$", "", name) if by == "file" else "all"
+    return name if by == "document" or name in whole_files else re.sub(r":\d+$", "", name)
 
 
 def main(config, flag_values) -> int:
     """Loads the run, scores the documents, prints the table."""
     del config
     import numpy as np
-    from etils import epath
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from nag_jax.runs import load_run
 
     if flag_values.batch_size < 1:
         raise UserError(f"--batch_size={flag_values.batch_size}: it must be at least 1")
+    out = absolute(flag_values.json) if flag_values.json else None
+    if out is not None:
+        require_writable("--json", out)
     texts = Texts(flag_values)
     run = load_run(
         flag_values.checkpoint, flag_values.step, allow_user_kinds=flag_values.allow_user_kinds
     )
     if texts:
         result = run.evaluate(texts, flag_values.batch_size)
-        corpus, by = texts.fingerprint, flag_values.by
+        corpus, by = texts.fingerprint, flag_values.by or "file"
+        whole_files = texts.whole_files
     else:
         result = run.evaluate_validation(flag_values.batch_size)
         corpus = f"{run.config.data.source.kind}, {run.fingerprint}"
-        by = "corpus" if flag_values.by == "file" else flag_values.by
+        by = flag_values.by or "corpus"
+        one_a_file = run.config.data.source.kind in ("python_stdlib", "text")
+        whole_files = set(result.document_names) if one_a_file else set()
 
     groups: dict[str, list[int]] = {}
     for number, name in enumerate(result.document_names):
-        groups.setdefault(group_of(name, by), []).append(number)
-    table = Table(title=f"step {run.step} of {flag_values.checkpoint}, corpus {corpus}")
-    table.add_column(by)
+        groups.setdefault(group_of(name, by, whole_files), []).append(number)
+    table = Table(title=escape(f"step {run.step} of {flag_values.checkpoint}, corpus {corpus}"))
+    table.add_column(by, overflow="fold")
     for column in ("documents", "bytes", "bits per byte"):
         table.add_column(column, justify="right")
     lines = []
@@ -110,7 +162,7 @@ def main(config, flag_values) -> int:
         lines.append(
             {"name": name, "documents": len(numbers), "bytes": size, "bits_per_byte": bits}
         )
-        table.add_row(name, f"{len(numbers):,}", f"{size:,}", f"{bits:.4f}")
+        table.add_row(escape(name), f"{len(numbers):,}", f"{size:,}", f"{bits:.4f}")
     if len(groups) > 1:
         total = int(result.document_bytes.sum())
         table.add_section()
@@ -124,7 +176,7 @@ def main(config, flag_values) -> int:
     )
     if result.dead_gate_share is not None:
         print(f"sub-layers with a dead gate: {result.dead_gate_share:.0%}")
-    if flag_values.json:
+    if out is not None:
         content = {
             "checkpoint": flag_values.checkpoint,
             "step": run.step,
@@ -137,7 +189,10 @@ def main(config, flag_values) -> int:
             "taps": result.taps,
             by: lines,
         }
-        epath.Path(flag_values.json).expanduser().write_text(json.dumps(content, indent=1))
+        try:
+            out.write_text(json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"--json={out} cannot be written: {error.strerror or error}") from error
     return 0
 
 

@@ -34,8 +34,12 @@ REASONS = {
 def main(config, flag_values) -> int:
     """Loads the run, echoes the prompt and streams the continuation."""
     del config
+    from nag_jax.evals.generate import check_settings, encode_prompt
     from nag_jax.runs import load_run
 
+    names = ("max_tokens", "temperature", "top_k", "top_p", "seed")
+    settings = {name: flag_values[name].value for name in names}
+    check_settings(**settings)
     run = load_run(
         flag_values.checkpoint, flag_values.step, allow_user_kinds=flag_values.allow_user_kinds
     )
@@ -44,16 +48,10 @@ def main(config, flag_values) -> int:
         sys.stdout.write(text)
         sys.stdout.flush()
 
+    # A prompt that cannot be continued is refused before it is shown.
+    encode_prompt(run.tokenizer, flag_values.prompt, run.config.data.row_length)
     show(flag_values.prompt)
-    result = run.generate(
-        flag_values.prompt,
-        max_tokens=flag_values.max_tokens,
-        temperature=flag_values.temperature,
-        top_k=flag_values.top_k,
-        top_p=flag_values.top_p,
-        seed=flag_values.seed,
-        on_text=show,
-    )
+    result = run.generate(flag_values.prompt, **settings, on_text=show)
     show("\n")
     print(f"[step {run.step}: {REASONS[result.stop]}]", file=sys.stderr)
     return 0

@@ -53,6 +53,8 @@ REGISTRY: dict[str, dict[str, str]] = {
     },
 }
 
+RATE_MULTIPLIER = "optimizer.rate_multiplier"
+
 _USER_KIND = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -110,6 +112,9 @@ def kind_class(node: str, kind: str) -> type:
 def kind_defaults(node: str, kind: str) -> dict[str, Leaf]:
     """The leaves that a kind brings, by their full path, such as "model.connection.head".
 
+    They are its `defaults()` and, where it has `rate_multipliers()`, one leaf below
+    `optimizer.rate_multiplier` for each role of parameters that it says it has.
+
     Raises:
       UserError: the kind cannot be imported, or its defaults are not typed leaves.
     """
@@ -128,4 +133,5 @@ def kind_defaults(node: str, kind: str) -> dict[str, Leaf]:
             if not name.isidentifier() or name == "kind" or hasattr(ConfigDict, name):
                 raise UserError(f"{node}.kind={kind!r}: {name!r} cannot be the name of a key")
         check_default(key, value)
-    return leaves
+    multipliers = getattr(cls, "rate_multipliers", dict)()
+    return leaves | {f"{RATE_MULTIPLIER}.{role}": rate for role, rate in multipliers.items()}

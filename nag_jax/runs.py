@@ -1,6 +1,7 @@
 """A trained run in Python: everything a checkpoint holds, with no other argument."""
 
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -60,7 +61,7 @@ class Run:
         if segment_ids is None:
             segment_ids = jnp.ones_like(batched)
         with jax.set_mesh(self.mesh):
-            out = jax.jit(self.model.logits)(
+            out = _logits(self.model)(
                 self.params, batched, jnp.asarray(segment_ids, jnp.int32), self.step
             )
         return out[0] if tokens.ndim == 1 else out
@@ -100,7 +101,7 @@ class Run:
         return self._score(prepared.validation, batch_size)
 
     def _score(self, rows: Any, batch_size: int) -> Evaluation:
-        return make_evaluator(self.model, self.mesh, batch_size)(self.params, rows, self.step)
+        return _evaluator(self.model, self.mesh, batch_size)(self.params, rows, self.step)
 
     def bits_per_byte(self, texts: Iterable[str]) -> float:
         """Bits per byte of some texts, taken together."""
@@ -135,6 +136,15 @@ class Run:
         )
 
 
+# Kept from call to call, so that each compiles once for each shape of its input.
+_evaluator = functools.lru_cache(maxsize=8)(make_evaluator)
+
+
+@functools.lru_cache(maxsize=8)
+def _logits(model: LanguageModel) -> Callable:
+    return jax.jit(model.logits)
+
+
 def load_run(
     path: epath.PathLike,
     step: int | None = None,
@@ -147,7 +157,7 @@ def load_run(
 
     Args:
         path: Where it is; relative and `~` paths too.
-        step: Which step; the newest intact one by default.
+        step: Which step; the one that `path` names, or the newest intact one, by default.
         mesh: Where to put the parameters, whatever mesh wrote them; one device by default.
         dtype: Dtype of the parameters instead of float32, such as jnp.bfloat16.
         allow_user_kinds: Whether a config that names classes of its user's own may import them.
@@ -156,10 +166,13 @@ def load_run(
         The run.
 
     Raises:
-        UserError: There is no usable checkpoint, or it needs `allow_user_kinds`.
+        UserError: There is no usable checkpoint, `path` names another step than `step`, or the
+            config needs `allow_user_kinds`.
     """
     folder, step_in_path = find_checkpoint(path)
     reader = CheckpointReader(folder)
+    if None not in (step, step_in_path) and step != step_in_path:
+        raise UserError(f"step {step} is asked for, but {path} is step {step_in_path}")
     step = step_in_path if step is None else step
     if step is None:
         step = reader.newest(("params",))

@@ -17,8 +17,6 @@ _INIT_FROM = flags.DEFINE_string("init_from", "", "start a new run from this one
 _CARRY = flags.DEFINE_list("carry", ["params"], "what to take over: params[,opt][,balance][,data]")
 flags.mark_flag_as_required("workdir")
 
-FAILED = 1  # exit code of a run that could not go on
-
 
 def main(config, flag_values) -> int:
     """Runs the training loop; a run that fails by itself ends with one sentence and code 1."""
@@ -32,7 +30,7 @@ def main(config, flag_values) -> int:
         train(config, flag_values.workdir, init_from)
     except (SaveFailed, RunFailed) as error:
         print(f"failed: {error}", file=sys.stderr)
-        return FAILED
+        return cli.FAILED
     return 0
 
 

@@ -75,7 +75,7 @@ RULES: dict[str, Rule] = {
     "model.connection.alpha_warmup_steps": _at_least(0),
     "model.connection.gate_directions": _at_least(1),
     "model.connection.gate_init_scale": _at_least(0),
-    "model.connection.beta_init": _above(0),
+    "model.connection.beta_init": Rule(lambda x: 0 < x <= 100, "above 0 and at most 100"),
     "model.connection.encode_gain_init": _above(0),
     "model.connection.embedding_std": _above(0),
     "model.connection.head": _one_of("tied", "free"),
@@ -110,6 +110,11 @@ RULES: dict[str, Rule] = {
 }
 
 
+# Sizes and steps are 32-bit integers on devices.
+_LARGEST = 2**31 - 1
+_LARGE = ("seed", "data.validation_bytes")
+
+
 def validate(config: ConfigDict) -> None:
     """Refuses values and combinations that cannot work; compiles nothing, needs no device.
 
@@ -121,10 +126,12 @@ def validate(config: ConfigDict) -> None:
         kind = leaves[f"{node}.kind"]
         if not is_registered(node, kind):
             for key in kind_defaults(node, kind):
-                del leaves[key]
+                leaves.pop(key, None)
     for key, value in leaves.items():
         if key in RULES and not RULES[key].allows(value):
             raise UserError(f"{key} is {value!r}; it must be {RULES[key].words}")
+        if type(value) is int and value > _LARGEST and key not in _LARGE:
+            raise UserError(f"{key} is {value}; it must be at most {_LARGEST}")
 
     heads, kv_heads = (leaves.get(f"model.attention.{n}", 1) for n in ("num_heads", "num_kv_heads"))
     if heads % kv_heads:

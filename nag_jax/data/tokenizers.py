@@ -331,11 +331,14 @@ class SentencePieceTokenizer(Tokenizer):
 class TiktokenTokenizer(Tokenizer):
     """Byte-pair ranks in tiktoken's file format ("base64 rank" a line). Exact for every text.
 
-    BOS is <|endoftext|>, placed after the ranks, as in GPT-2.
+    BOS is <|endoftext|>, placed after the ranks, as in GPT-2. `pattern` is how text is cut before
+    the merges, which the format does not say: as GPT-2's published ranks need it, or cl100k_base's.
     """
 
     PATTERNS = {
         "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",
+        "cl100k": r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+|"""
+        r""" ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
     }
     # The library's regular expression overflows its stack on longer runs of white space.
     _LONG_SPACE = re.compile(r"\s{100000}")

@@ -80,14 +80,14 @@ def make_evaluator(
     Args:
         model: The model.
         mesh: Where the parameters live.
-        batch_size: Rows per batch, rounded up to what the mesh divides. No result depends on it.
+        batch_size: Rows per batch, rounded up to what the mesh divides; fewer where there are no
+            more rows. No result depends on it.
 
     Returns:
         (params, rows, step) -> Evaluation, where rows come from `nag_jax.data.store` and step is
         the number of optimizer steps behind the parameters.
     """
     sharding = rules.batch_sharding(mesh)
-    batch_size = -(-batch_size // mesh.size) * mesh.size
 
     def score(params, batch, step):
         out = model.evaluate_batch(params, batch, step, taps=True)
@@ -98,7 +98,8 @@ def make_evaluator(
     def evaluate(params: Any, rows: Any, step: int) -> Evaluation:
         nats = np.zeros(len(rows.document_names), np.float64)
         tokens, total, correct, taps = 0, 0.0, 0.0, None
-        for batch in evaluation_batches(rows, batch_size):
+        size = -(-min(batch_size, len(rows)) // mesh.size) * mesh.size
+        for batch in evaluation_batches(rows, size):
             documents = batch.pop("documents")[:, 1:]
             placed = {
                 name: jax.make_array_from_callback(

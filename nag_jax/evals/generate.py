@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from nag_jax.data.packing import utf8_length
 from nag_jax.errors import UserError
 from nag_jax.models.transformer import LanguageModel
 
@@ -83,6 +84,41 @@ def _bucket(length: int) -> int:
     return -(-length // _BUCKETS[-1]) * _BUCKETS[-1]
 
 
+def check_settings(
+    *, max_tokens: int | None, temperature: float, top_k: int, top_p: float, seed: int
+) -> None:
+    """Refuses settings of `generate` that no model could use.
+
+    Raises:
+        UserError: One of them is out of range.
+    """
+    for name, value, fits, words in (
+        ("temperature", temperature, 0 <= temperature < float("inf"), "at least 0 and finite"),
+        ("top_k", top_k, top_k >= 0, "at least 0 (0 for all tokens)"),
+        ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
+        ("max_tokens", max_tokens, max_tokens is None or max_tokens >= 1, "at least 1"),
+        ("seed", seed, 0 <= seed < 2**32, "between 0 and 4294967295"),
+    ):
+        if not fits:
+            raise UserError(f"{name} is {value}; it must be {words}")
+
+
+def encode_prompt(tokenizer: Any, prompt: str, context: int) -> list[int]:
+    """The tokens of a prompt, the beginning-of-document token first.
+
+    Raises:
+        UserError: The prompt is not Unicode, or leaves no room in the context.
+    """
+    utf8_length(prompt, "the prompt")
+    ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
+    if len(ids) > context:
+        raise UserError(
+            f"the prompt has {len(ids)} tokens with the beginning-of-document token, but the "
+            f"model's context holds {context} (data.row_length): shorten it"
+        )
+    return ids
+
+
 def generate(
     model: LanguageModel,
     params: dict[str, Any],
@@ -120,26 +156,17 @@ def generate(
         The continuation and why it ended.
 
     Raises:
-        UserError: A setting is out of range, or the prompt leaves no room in the context.
+        UserError: As `check_settings` and `encode_prompt`.
     """
-    for name, value, fits, words in (
-        ("temperature", temperature, temperature >= 0, "at least 0"),
-        ("top_k", top_k, top_k >= 0, "at least 0 (0 for all tokens)"),
-        ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
-        ("max_tokens", max_tokens, max_tokens is None or max_tokens >= 1, "at least 1"),
-    ):
-        if not fits:
-            raise UserError(f"{name} is {value}; it must be {words}")
-    ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    if len(ids) > context:
-        raise UserError(
-            f"the prompt has {len(ids)} tokens with the beginning-of-document token, but the "
-            f"model's context holds {context} (data.row_length): shorten it"
-        )
+    check_settings(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )
+    ids = encode_prompt(tokenizer, prompt, context)
     room = context + 1 - len(ids)
     limit = room if max_tokens is None else min(room, max_tokens)
     sampler, text_stream = _sampler(model), tokenizer.stream()
     key = jax.random.key(seed)
+    top_k = min(top_k, model.vocab_size)
     settings = (jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p))
     new: list[int] = []
     pieces: list[str] = []

@@ -92,6 +92,11 @@ class NormAgnostic(nnx.Module):
         }
 
     @staticmethod
+    def rate_multipliers() -> dict[str, float]:
+        """Learning rate of this kind's roles of parameters, relative to that of matrices."""
+        return {"gate": 0.1}
+
+    @staticmethod
     def warmup_steps(options: ConfigDict) -> int:
         """Steps over which all gains are warmed up, against gates that close for good."""
         return options.alpha_warmup_steps
@@ -177,6 +182,11 @@ class PreNorm(nnx.Module):
     def defaults() -> dict[str, Any]:
         """Keys of `model.connection` for this kind."""
         return {"head": "tied", "norm_epsilon": 1e-6, "embedding_std": 0.02}
+
+    @staticmethod
+    def rate_multipliers() -> dict[str, float]:
+        """Learning rate of this kind's roles of parameters, relative to that of matrices."""
+        return {"head": 1.0}
 
     @staticmethod
     def warmup_steps(options: ConfigDict) -> int:

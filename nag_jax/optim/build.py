@@ -95,8 +95,8 @@ def build_optimizer(
 
     where `clip` scales the whole gradient down to the global norm `clip_norm`, `decay` is
     `weight_decay` for matrices, `embedding_decay` for embeddings and 0 for all else, and the
-    multiplier of matrices is 1. Updates of parameters marked centred then lose their mean along
-    the axis "embed".
+    multiplier of matrices, and of roles that `rate_multiplier` lacks, is 1. Updates of parameters
+    marked centred then lose their mean along the axis "embed".
 
     Args:
       optimizer_config: the config's node `optimizer`, complete.
@@ -132,7 +132,8 @@ def build_optimizer(
         if role == "matrix":
             direction, rate = matrix_direction, schedule
         else:
-            direction, rate = _adam(config), _scaled(schedule, config["rate_multiplier"][role])
+            multiplier = config["rate_multiplier"].get(role, 1.0)
+            direction, rate = _adam(config), _scaled(schedule, multiplier)
         groups[role] = decoupled(direction, rate, decay.get(role, 0.0))
 
     clip_norm = config["clip_norm"]
