@@ -7,72 +7,26 @@ import sys
 
 import numpy as np
 import pytest
-import sentencepiece
 import tokenizers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ml_collections import ConfigDict
+from tokenizer_files import (
+    CORPUS,
+    KINDS,
+    TEXT,
+    make_tokenizer,
+    ranks_file,
+    sentencepiece_file,
+    train_bpe,
+)
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from nag_jax.data import tokenizers
 from nag_jax.errors import UserError
 
-TEXT = "naïve café 😀 — ok"
-WORDS = [
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "and",
-    "then",
-    "it",
-    "went",
-    "off",
-    "to",
-    "see",
-    "what",
-    "else",
-    "there",
-    "was",
-    "in",
-    "the",
-    "world",
-]
-CORPUS = [TEXT, " ".join(a + b for a in WORDS for b in WORDS), "def f(x):\n    return x\n" * 9]
 SPECIAL = "<s></s> <|endoftext|> <|begin_of_text|> [BOS] <bos> <pad> <unk>"
 TRICKY = ["", " ", "\n", "  two  spaces ", "\t\r\n\r\n", "\x00", "\ufffd\ufffd", SPECIAL, TEXT]
-
-
-def train_bpe(vocab_size=350):
-    return tokenizers.BpeTokenizer.from_config(ConfigDict({"vocab_size": vocab_size}), CORPUS)
-
-
-def ranks_file(folder):
-    """All bytes, then some pairs, as tiktoken writes them."""
-    tokens = [bytes([i]) for i in range(256)] + [b"th", b"the", b" the", "é".encode()]
-    path = folder / "some.tiktoken"
-    lines = [b"%s %d\n" % (base64.b64encode(t), i) for i, t in enumerate(tokens)]
-    path.write_bytes(b"".join(lines))
-    return path
-
-
-def sentencepiece_file(folder, **options):
-    """A small model, by default as today's language models are trained."""
-    options = {
-        "model_type": "bpe",
-        "vocab_size": 310,
-        "byte_fallback": True,
-        "normalization_rule_name": "identity",
-        "remove_extra_whitespaces": False,
-        "character_coverage": 1.0,
-        **options,
-    }
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS), model_prefix=str(folder / "sp"), minloglevel=2, **options
-    )
-    return folder / "sp.model"
 
 
 @pytest.fixture(scope="module")
@@ -83,29 +37,10 @@ def build(tmp_path_factory):
 
     def make(kind):
         if kind not in built:
-            built[kind] = _make(kind, folder)
+            built[kind] = make_tokenizer(kind, folder)
         return built[kind]
 
     return make
-
-
-def _make(kind, folder):
-    if kind == "bytes":
-        return tokenizers.ByteTokenizer.from_config(ConfigDict(), ())
-    if kind == "bpe":
-        return train_bpe()
-    if kind == "tokenizers_json":
-        path = folder / "own.json"
-        path.write_bytes(train_bpe().to_files()["vocabulary.json"])
-        return tokenizers.TokenizersJson.from_config(ConfigDict({"path": str(path)}), ())
-    if kind == "sentencepiece":
-        node = ConfigDict({"path": str(sentencepiece_file(folder))})
-        return tokenizers.SentencePieceTokenizer.from_config(node, ())
-    node = ConfigDict({"path": str(ranks_file(folder)), "pattern": "gpt2"})
-    return tokenizers.TiktokenTokenizer.from_config(node, ())
-
-
-KINDS = ("bytes", "bpe", "tokenizers_json", "sentencepiece", "tiktoken")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -157,6 +92,16 @@ def test_stream_shows_a_character_as_soon_as_it_is_whole():
     assert stream.flush() == "\ufffd"
 
 
+def test_tiktoken_cuts_text_as_its_pattern_says(build, tmp_path):
+    ranks = build("tiktoken").to_files()["ranks.tiktoken"]
+    gpt2, cl100k = (tokenizers.TiktokenTokenizer(ranks, name) for name in ("gpt2", "cl100k"))
+    numbers = {text: rank for rank, text in enumerate(["12", "34", "1234"], 260)}
+    assert gpt2.encode("1234") == [numbers["1234"]]
+    assert cl100k.encode("1234") == [numbers["12"], ord("3"), ord("4")]
+    for text in TRICKY:
+        assert cl100k.decode(cl100k.encode(text)) == text
+
+
 @pytest.mark.parametrize("kind", ["bpe", "sentencepiece", "tiktoken"])
 def test_very_long_runs_are_encoded(build, kind):
     tokenizer = build(kind)
@@ -178,10 +123,10 @@ def test_saved_folder_is_self_contained(build, kind, tmp_path):
 
 def test_bpe_training_is_the_same_in_another_process(tmp_path):
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import test_tokenizers as t; "
+        "import sys; sys.path.insert(0, sys.argv[1]); import tokenizer_files as t; "
         "print(t.train_bpe().fingerprint)"
     )
-    folder = str(__import__("pathlib").Path(__file__).parent)
+    folder = str(__import__("pathlib").Path(__file__).parents[1])
     out = subprocess.run(
         [sys.executable, "-c", code, folder], capture_output=True, text=True, check=True
     )
