@@ -1,5 +1,7 @@
 """Chunked attention against dense float64 softmax, its isolation of documents, and its memory."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +45,7 @@ def example(length, kv_heads=2, group=3, width=6, batch=2, seed=0):
     return q, k, v, segment_ids
 
 
+@functools.partial(jax.jit, static_argnums=5)
 def value_and_gradients(q, k, v, segment_ids, c, chunk):
     out, pull_back = jax.vjp(lambda *x: chunked_attention(*x, segment_ids, chunk), q, k, v)
     return out, pull_back(c)
@@ -53,8 +56,8 @@ def test_equals_dense(length, chunk, x64):
     """Values and gradients; the gradients' formula is itself checked below."""
     q, k, v, segment_ids = example(length)
     c = np.random.default_rng(1).normal(size=q.shape)
-    run = jax.jit(value_and_gradients, static_argnums=5)
-    out, gradients = run(*map(jnp.asarray, (q, k, v, segment_ids, c)), chunk)
+    arguments = map(jnp.asarray, (q, k, v, segment_ids, c))
+    out, gradients = value_and_gradients(*arguments, chunk)
     np.testing.assert_allclose(out, dense(q, k, v, segment_ids)[1], rtol=1e-9, atol=1e-11)
     for got, wanted in zip(gradients, dense_gradients(q, k, v, segment_ids, c), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-8, atol=1e-10)

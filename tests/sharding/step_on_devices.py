@@ -120,8 +120,8 @@ def check_bytes(state, fsdp, where):
 
 
 MESHES = {  # (data, fsdp), accumulation
-    "nag": [((1, 1), 2), ((8, 1), 1), ((4, 2), 2), ((2, 4), 1)],
-    "prenorm": [((2, 4), 2)],
+    "nag": [((8, 1), 2), ((4, 2), 1), ((2, 4), 2)],
+    "prenorm": [((1, 1), 2), ((2, 4), 1)],
 }
 
 
