@@ -108,7 +108,9 @@ def train(
     validate_devices(config, len(devices))
     # All that can be refused is refused before the folder is touched.
     require_possible(workdir)
-    start.check_resume(CheckpointReader(workdir / FOLDER_NAME), config, init_from)
+    # What is damaged is told when the folder is opened to go on from it.
+    reader = CheckpointReader(workdir / FOLDER_NAME, say=lambda text: None)
+    start.check_start(reader, config, init_from)
     prepared = store.prepare(config.data)
     for line in prepared.summary_lines():
         print(line)
@@ -137,7 +139,9 @@ def train(
             taps=config.train.taps,
             skip_not_finite=config.train.nan_policy == "skip",
         )
-        stretch = _Stretch(config, workdir, checkpoints, prepared, mesh, model, position)
+        stretch = _Stretch(
+            config, workdir, checkpoints, prepared, mesh, model, position, branched=bool(init_from)
+        )
         with stretch.stop.listening(), jax.set_mesh(mesh):
             return stretch.run(state, jit_train_step(function, model, optimizer, mesh))
 
@@ -154,24 +158,28 @@ class _Stretch:
         mesh: Mesh,
         model: LanguageModel,
         position: start.Position,
+        branched: bool,
     ):
         self.config, self.workdir, self.checkpoints = config, workdir, checkpoints
-        self.prepared = prepared
+        self.prepared, self.branched = prepared, branched
         self.step, self.rows = position.step, position.rows_consumed
         self.first_step = position.step
         self.stop = StopRequest()
         self.sharding = rules.batch_sharding(mesh)
         self.evaluate = make_evaluator(model, mesh, config.evaluation.batch_size)
         self.evaluation: Evaluation | None = None
-        self.documents = start.checkpoint_documents(config, prepared)
+        self.documents = start.checkpoint_documents(config, prepared, mesh)
         peak = config.train.peak_flops or measure_matmul_peak(config.model.compute_dtype)
-        self.writer = MetricsWriter(
-            workdir,
-            resume_step=position.step or None,
-            tensorboard=config.metrics.tensorboard,
-            wandb_project=config.metrics.wandb_project,
-            config=config.to_dict(),
-        )
+        try:
+            self.writer = MetricsWriter(
+                workdir,
+                resume_step=position.step or None,
+                tensorboard=config.metrics.tensorboard,
+                wandb_project=config.metrics.wandb_project,
+                config=config.to_dict(),
+            )
+        except RunFailed as error:
+            raise RunFailed(f"{error}; {self._saved()}") from error
         self.progress = Progress(
             config.train.steps,
             flops_per_token=training_flops(model.infos, config, model.vocab_size),
@@ -184,13 +192,16 @@ class _Stretch:
             state = self._steps(state, step_function)
             if self.stop and self.step > self.first_step:
                 self._save(state, None)
-            self.checkpoints.close()
+            self.checkpoints.wait()
         except RunFailed as error:
             # A save in progress may still make it; whether it does is not what failed here.
             with contextlib.suppress(SaveFailed):
-                self.checkpoints.close()
+                self.checkpoints.wait()
             raise RunFailed(f"{error}; {self._saved()}") from error
         finally:
+            # What was not raised above is a failed save behind an error that says more.
+            with contextlib.suppress(SaveFailed):
+                self.checkpoints.close()
             self.progress.close()
             self.writer.close()
         finished = self.step == self.config.train.steps
@@ -314,9 +325,9 @@ class _Stretch:
             self.writer.write(step, scalars | rates)
         if metrics["finite"] == 0 and config.train.nan_policy == "stop":
             raise RunFailed(
-                f"the loss or gradient of step {step} is not finite (loss {metrics['loss']}): "
-                "lower optimizer.learning_rate, or leave such steps out with "
-                "train.nan_policy=skip"
+                f"the loss, the gradient or the parameters of step {step} are not finite (loss "
+                f"{metrics['loss']}): start a new run with a lower optimizer.learning_rate, or "
+                "leave such steps out with train.nan_policy=skip"
             )
 
     def _saved(self) -> str:
@@ -324,7 +335,8 @@ class _Stretch:
         step = self.checkpoints.last_good
         if step is None:
             return "nothing has been saved yet"
-        return f"step {step} is saved, and the same command goes on from there"
+        command = "the same command" + (" without --init_from" if self.branched else "")
+        return f"step {step} is saved, and {command} goes on from there"
 
 
 class _Profiler:

@@ -45,6 +45,7 @@ class MetricsWriter:
           config: shown with the run in Weights & Biases.
 
         Raises:
+          RunFailed: the disk takes no more, or the files cannot be opened.
           UserError: Weights & Biases is asked for and not installed.
         """
         self._workdir = workdir
@@ -54,10 +55,13 @@ class MetricsWriter:
         last_step = -1 if resume_step is None else resume_step
         if wandb_project:
             self._wandb = _open_wandb(workdir, wandb_project, config)
-        _drop_after(workdir / FILE_NAME, last_step)
-        self._file = (workdir / FILE_NAME).open("a")
-        if tensorboard:
-            self._events = _EventFile(workdir / "tensorboard", last_step + 1)
+        try:
+            _drop_after(workdir / FILE_NAME, last_step)
+            self._file = (workdir / FILE_NAME).open("a")
+            if tensorboard:
+                self._events = _EventFile(workdir / "tensorboard", last_step + 1)
+        except OSError as error:
+            raise self._failed(error) from error
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records the metrics of a step; the JSON line is on disk when this returns.

@@ -29,6 +29,7 @@ from nag_jax.training.state import TrainState, abstract_state, initialise
 
 CONFIG_FILE = "config.json"
 POSITION_FILE = "data.json"
+MESH_FILE = "mesh.json"
 TOKENIZER_FOLDER = "tokenizer"
 ITEMS = ("params", "opt_state", "balance")
 CARRIED = ("params", "opt", "balance", "data")
@@ -82,6 +83,11 @@ class InitFrom:
     step: int | None
     carry: tuple[str, ...]
 
+    @property
+    def items(self) -> tuple[str, ...]:
+        """The items of its checkpoint that are carried."""
+        return tuple(item for item in ITEMS if item.removesuffix("_state") in self.carry)
+
 
 def parse_init_from(value: str, carry: Sequence[str]) -> InitFrom | None:
     """Reads `--init_from=RUN[@step]` and `--carry=params,...`.
@@ -99,37 +105,49 @@ def parse_init_from(value: str, carry: Sequence[str]) -> InitFrom | None:
             raise UserError("--carry says what to take from --init_from, which is not given")
         return None
     path, at, step = value.rpartition("@")
+    if "/" in step:  # the @ is part of a folder's name
+        at = ""
     if at and not step.isdigit():
         raise UserError(f"--init_from={value}: after @ comes a step, such as {path}@1000")
     return InitFrom(path if at else value, int(step) if at else None, tuple(carry))
 
 
-def checkpoint_documents(config: ConfigDict, prepared: Any) -> dict[str, str | bytes]:
-    """The documents that are the same in every checkpoint of a run: config and tokenizer."""
+def checkpoint_documents(config: ConfigDict, prepared: Any, mesh: Mesh) -> dict[str, str | bytes]:
+    """The documents that stay the same while a run is on: config, mesh and tokenizer."""
+    return {
+        CONFIG_FILE: config_lib.to_json(config),
+        MESH_FILE: json.dumps(dict(mesh.shape)),
+        **_tokenizer_documents(prepared.tokenizer),
+    }
+
+
+def _tokenizer_documents(tokenizer: Any) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
-        prepared.tokenizer.save(folder)
-        tokenizer = folder_documents(folder, TOKENIZER_FOLDER)
-    return {CONFIG_FILE: config_lib.to_json(config), **tokenizer}
+        tokenizer.save(folder)
+        return folder_documents(folder, TOKENIZER_FOLDER)
 
 
-def check_resume(
+def check_start(
     checkpoints: CheckpointReader, config: ConfigDict, init_from: InitFrom | None
 ) -> None:
-    """Refuses to go on with a run under a config that makes it another run.
+    """Refuses to start from what is not there, or to go on under a config of another run.
 
     Raises:
         UserError: The config differs in a key that matters (the differences are listed), no
-            checkpoint is intact, or `--init_from` names a start for a folder that has one.
+            checkpoint is intact, `--init_from` names a start for a folder that has one, or
+            there is no checkpoint where it points.
     """
     if checkpoints.is_empty():
+        if init_from is not None:
+            _source(init_from)
         return
     if init_from is not None:
         raise UserError(
             f"--init_from starts a new run, but {checkpoints.folder} holds checkpoints already: "
             "choose another --workdir, or leave --init_from out to go on with this run"
         )
-    step = checkpoints.newest(ITEMS)
-    saved = checkpoints.read_documents(step)[CONFIG_FILE].decode()
+    # The arrays are left for the restore to check: they may be large.
+    saved = checkpoints.read_documents(checkpoints.newest())[CONFIG_FILE].decode()
     saved = config_lib.from_json(saved, allow_user_kinds=True)
     different = [
         line for line in config_lib.diff(saved, config) if not line.startswith(RESUMABLE_KEYS)
@@ -161,7 +179,7 @@ def start_state(
     state = initialise(model, optimizer, config.seed, mesh)
     if init_from is None:
         return state, Position(0, 0)
-    return _branch(state, init_from, prepared)
+    return _branch(state, init_from, config, prepared)
 
 
 def _resume(checkpoints, config, model, optimizer, mesh, prepared):
@@ -169,25 +187,32 @@ def _resume(checkpoints, config, model, optimizer, mesh, prepared):
     step, arrays = checkpoints.restore(None, {item: getattr(abstract, item) for item in ITEMS})
     documents = checkpoints.read_documents(step)
     position = _read_position(documents, prepared, f"{checkpoints.folder}, step {step}")
+    print(f"Going on from step {step} of {config.train.steps} in {checkpoints.folder}.")
     saved = config_lib.from_json(documents[CONFIG_FILE].decode(), allow_user_kinds=True)
     changed = config_lib.diff(saved, config)
-    print(f"Going on from step {step} of {config.train.steps} in {checkpoints.folder}.")
+    meshes = [
+        ", ".join(f"{axis} {length}" for axis, length in shape.items())
+        for shape in (json.loads(documents[MESH_FILE]), dict(mesh.shape))
+    ]
+    if meshes[0] != meshes[1]:
+        changed.append(f"devices: {meshes[0]} -> {meshes[1]}")
     if changed:
-        print(f"Changed since it was saved (no change of the result): {'; '.join(changed)}.")
+        print(
+            f"Changed since it was saved: {'; '.join(changed)}. The rows and their order stay the "
+            "same, and results up to rounding."
+        )
     return _state(arrays, step, mesh, abstract), position
 
 
-def _branch(state: TrainState, init_from: InitFrom, prepared: Any) -> tuple[TrainState, Position]:
-    folder, step_in_path = find_checkpoint(init_from.path)
-    source = CheckpointReader(folder)
-    step = init_from.step if init_from.step is not None else step_in_path
-    values = {"params": state.params}
-    if "opt" in init_from.carry:
-        values["opt_state"] = state.opt_state
-    if "balance" in init_from.carry:
-        values["balance"] = state.balance
+def _branch(
+    state: TrainState, init_from: InitFrom, config: ConfigDict, prepared: Any
+) -> tuple[TrainState, Position]:
+    source, step = _source(init_from)
+    values = {item: getattr(state, item) for item in init_from.items}
     step, arrays, carried = source.restore_matching(step, values)
-    print(f"Starting from step {step} of {folder}, carrying {', '.join(init_from.carry)}:")
+    documents = source.read_documents(step)
+    where = f"step {step} of {source.folder}"
+    print(f"Starting from {where}, carrying {', '.join(init_from.carry)}:")
     for words, paths in (
         ("kept", carried.kept),
         ("new, as initialised", carried.new),
@@ -195,15 +220,32 @@ def _branch(state: TrainState, init_from: InitFrom, prepared: Any) -> tuple[Trai
     ):
         print(f"  {words}: {_listed(paths)}")
     if not any(path.startswith("params/") for path in carried.kept):
-        raise UserError(f"no parameter of step {step} in {folder} fits this config's model")
+        raise UserError(f"no parameter of {where} fits this config's model")
+    tokenizer = {name: x for name, x in documents.items() if name.startswith(TOKENIZER_FOLDER)}
+    if tokenizer != _tokenizer_documents(prepared.tokenizer):
+        print("  NOTE: that run had another tokenizer, so its embeddings belong to other tokens")
     if "opt_state" in arrays:
         arrays["opt_state"] = _rewind_schedules(arrays["opt_state"])
     position = Position(0, 0)
     if "data" in init_from.carry:
-        documents = source.read_documents(step)
-        rows = _read_position(documents, prepared, f"{folder}, step {step}").rows_consumed
-        position = Position(0, rows)
+        seed = json.loads(documents[CONFIG_FILE])["seed"]
+        if seed != config.seed:
+            raise UserError(
+                f"--carry=data goes on in the order of the rows of {where}, which its seed {seed} "
+                f"decides, but seed={config.seed}: give the same seed, or do not carry data"
+            )
+        position = Position(0, _read_position(documents, prepared, where).rows_consumed)
     return dataclasses.replace(state, **arrays), position
+
+
+def _source(init_from: InitFrom) -> tuple[CheckpointReader, int | None]:
+    """The reader of the other run's checkpoints, and the step asked for."""
+    folder, step_in_path = find_checkpoint(init_from.path)
+    source = CheckpointReader(folder)
+    step = init_from.step if init_from.step is not None else step_in_path
+    if step is not None:
+        source.read_documents(step)
+    return source, step
 
 
 def _listed(paths: Sequence[str]) -> str:

@@ -48,8 +48,8 @@ def train_step(
         schedule: Learning rate by step, for the metrics.
         accumulation: Micro-batches per step; divides the batch's rows.
         taps: Whether sub-layers measure themselves.
-        skip_not_finite: Whether a step whose loss or gradient is not finite changes nothing but
-            the step count.
+        skip_not_finite: Whether a step whose loss, gradient or new parameters are not finite
+            changes nothing but the step count.
 
     Returns:
         (state, batch) -> (state, metrics): loss in nats per token, accuracy, valid tokens, norms of
@@ -94,13 +94,19 @@ def train_step(
             "loss": sums["nats"] / tokens,
             "accuracy": sums["correct"] / tokens,
             "tokens": sums["tokens"],
-            "gradient_norm": optax.global_norm(gradient),
-            "update_norm": optax.global_norm(updates),
-            "parameter_norm": optax.global_norm(params),
+            "gradient_norm": optax.tree.norm(gradient),
+            "update_norm": optax.tree.norm(updates),
+            "parameter_norm": optax.tree.norm(params),
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             "taps": jax.tree.map(lambda tap: tap / tokens, sums["taps"]),
         }
-        finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["gradient_norm"])
+        # The parameters too: a finite gradient can lead to parameters that are not, and a state
+        # with them must be neither saved nor gone on from.
+        finite = jnp.all(
+            jnp.isfinite(
+                jnp.stack([metrics[x] for x in ("loss", "gradient_norm", "parameter_norm")])
+            )
+        )
         metrics["finite"] = finite.astype(jnp.float32)
         if skip_not_finite:
             params, opt_state = jax.tree.map(
