@@ -1,4 +1,4 @@
-"""What every test shares: the CPU backend, hypothesis without clocks or files, and float64."""
+"""What tests share: the CPU backend, hypothesis without clocks or files, float64, one tiny run."""
 
 import os
 
@@ -26,4 +26,28 @@ def quick_compile():
 def x64(quick_compile):
     """float64 inside one test only: the switch is this thread's, and other tests keep float32."""
     with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory):
+    """See `use_helpers.TinyRun`."""
+    import run_helpers
+    import use_helpers
+
+    return use_helpers.tiny_run(run_helpers.place_of_session(tmp_path_factory))
+
+
+@pytest.fixture(scope="session")
+def loaded(tiny_run):
+    """The run of `tiny_run` as `load_run` gives it; tests share what it has compiled."""
+    import nag_jax
+
+    return nag_jax.load_run(tiny_run.workdir)
+
+
+@pytest.fixture
+def cached_compilation(tiny_run):
+    """Compiles quickly, and takes programs from the cache that all processes of a session share."""
+    with tiny_run.place.in_process():
         yield
