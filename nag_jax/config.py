@@ -314,7 +314,7 @@ def _check_key(key: str, value: Any, leaves: Mapping[str, Leaf], kinds: Mapping[
                 f"{key} belongs to {node.rpartition('.')[2]} kind {' and '.join(owners)}; the "
                 f"chosen kind is {kinds[node]}, which takes {', '.join(own) or 'no keys'}"
             )
-    raise UserError(f"there is no config key {key}; {_suggest(key, leaves)}")
+    raise UserError(f"there is no config key {key or repr(key)}; {_suggest(key, leaves)}")
 
 
 def _suggest(key: str, leaves: Mapping[str, Leaf]) -> str:
@@ -324,14 +324,12 @@ def _suggest(key: str, leaves: Mapping[str, Leaf]) -> str:
     close += difflib.get_close_matches(key, leaves, n=3, cutoff=0.75)
     if close:
         return f"did you mean {' or '.join(dict.fromkeys(close))}?"
-    group = key
-    while group:
+    group, names = key, {}
+    while not names:  # the top level has some
         group = group.rpartition(".")[0]
         prefix = f"{group}." if group else ""
         names = dict.fromkeys(
             leaf.removeprefix(prefix).split(".")[0] for leaf in leaves if leaf.startswith(prefix)
         )
-        if names:
-            break
     where = group or "the config"
     return f"{where} takes {', '.join(names)}"

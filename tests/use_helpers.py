@@ -89,7 +89,7 @@ def call(binary: str, *args: str) -> Result:
         except SystemExit as end:
             code = end.code
         finally:
-            for flag in flags.FLAGS.flags_by_module_dict()[name]:
+            for flag in list(flags.FLAGS.flags_by_module_dict()[name]):
                 delattr(flags.FLAGS, flag.name)
             flags.FLAGS.unparse_flags()
     return Result(code, out.getvalue(), err.getvalue())
@@ -97,9 +97,10 @@ def call(binary: str, *args: str) -> Result:
 
 def call_process(place: Place, binary: str, *args: str, devices: int = 1, **options) -> Result:
     """Runs `python -m nag_jax.<binary>` in a process of its own."""
+    simulated = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     done = subprocess.run(
         [sys.executable, "-m", f"nag_jax.{binary}", *args],
-        env=place.environment(devices) | options.pop("environment", {}),
+        env=place.environment() | simulated | options.pop("environment", {}),
         cwd=options.pop("cwd", REPOSITORY),
         capture_output=True,
         text=True,
