@@ -6,12 +6,15 @@ of a kind pays for them; a program from the cache gives the same bits as one com
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import pathlib
 import random
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +25,7 @@ from small_models import quick_compilation
 
 import nag_jax
 from nag_jax.config import load_config_file, resolve
+from nag_jax.data import pipeline
 from nag_jax.training.checkpoints import CheckpointReader
 from nag_jax.training.metrics import read_metrics
 
@@ -86,22 +90,21 @@ class Place:
         file = load_config_file(str(REPOSITORY / CONFIG))
         return resolve(file, _arguments(self.overrides(changes)))
 
-    def command(self, workdir: pathlib.Path, changes: dict[str, Any], *flags: str) -> list[str]:
-        """The command line of a run."""
+    def arguments(self, workdir: pathlib.Path, changes: dict[str, Any]) -> list[str]:
+        """The command line of a run, after the program."""
         return [
-            *(sys.executable, "-m", "nag_jax.train", f"--config={REPOSITORY / CONFIG}"),
+            f"--config={REPOSITORY / CONFIG}",
             *(f"--config.{argument}" for argument in _arguments(self.overrides(changes))),
             f"--workdir={workdir}",
-            *flags,
         ]
 
-    def environment(self, devices: int = 1) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         """The environment variables of a run."""
+        paths = [str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]
         return {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "PYTHONUNBUFFERED": "1",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
             "JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -112,22 +115,20 @@ class Place:
         workdir: pathlib.Path,
         changes: dict[str, Any],
         *flags: str,
-        devices: int = 1,
+        program: tuple[str, ...] = ("-m", "nag_jax.train"),
+        environment: dict[str, str] | None = None,
         **options: Any,
-    ) -> subprocess.Popen:
-        """Starts a run; its output is to be read from pipes."""
-        return subprocess.Popen(
-            self.command(workdir, changes, *flags),
-            env=self.environment(devices),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+    ) -> "Running":
+        """Starts a run in a process of its own; options are those of `subprocess.Popen`."""
+        return Running(
+            [sys.executable, *program, *self.arguments(workdir, changes), *flags],
+            env=self.environment() | (environment or {}),
             **options,
         )
 
     def run(self, *args: Any, **options: Any) -> subprocess.CompletedProcess:
         """Starts a run as `start` does, and waits for its end."""
-        return finish(self.start(*args, **options))
+        return self.start(*args, **options).end()
 
     @contextlib.contextmanager
     def in_process(self) -> Iterator[None]:
@@ -155,23 +156,65 @@ def place_of_session(tmp_path_factory) -> Place:
     return Place(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
 
 
-def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
-    """Waits for a run's end."""
-    try:
-        stdout, stderr = process.communicate(timeout=240)
-    finally:
-        process.kill()
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+class Running:
+    """A run in a process of its own, whose output is read as it comes."""
+
+    def __init__(self, command: list[str], **options: Any):
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+        )
+        self._lines: dict[str, list[str]] = {"stdout": [], "stderr": []}
+        self._readers = [
+            threading.Thread(target=lines.extend, args=(getattr(self.process, name),), daemon=True)
+            for name, lines in self._lines.items()
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def said(self, words: str) -> bool:
+        """Whether some words have been printed."""
+        return any(words in line for line in self._lines["stdout"])
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Waits until something is so; the run must not end before."""
+        while not condition():
+            if self.process.poll() is not None and not condition():
+                raise AssertionError(f"the run has ended: {self.end()}")
+            time.sleep(0.002)
+
+    def signal(self, number: int) -> None:
+        """Sends a signal."""
+        self.process.send_signal(number)
+
+    def end(self) -> subprocess.CompletedProcess:
+        """Waits for the end."""
+        try:
+            self.process.wait(timeout=240)
+        finally:
+            self.process.kill()
+        for reader in self._readers:
+            reader.join()
+        stdout, stderr = ("".join(lines) for lines in self._lines.values())
+        return subprocess.CompletedProcess(
+            self.process.args, self.process.returncode, stdout, stderr
+        )
 
 
-def read_until(process: subprocess.Popen, words: str) -> str:
-    """Reads a run's output up to a line that holds some words; returns what was read."""
-    read = []
-    for line in process.stdout:
-        read.append(line)
-        if words in line:
-            return "".join(read)
-    raise AssertionError(f"no {words!r} in {''.join(read)}{process.stderr.read()}")
+class RecordingStream(pipeline.TrainingStream):
+    """Notes which row was trained on where, in place of the stream that a run makes."""
+
+    seen: dict[int, str] = {}  # position in training -> digest of the row
+
+    def __init__(self, rows: Any, seed: int, start_row: int, *args: Any):
+        super().__init__(rows, seed, start_row, *args)
+        self._position = start_row
+
+    def __next__(self) -> pipeline.Batch:
+        batch = super().__next__()
+        for row in batch["tokens"]:
+            self.seen[self._position] = hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest()
+            self._position += 1
+        return batch
 
 
 def saved_steps(workdir: pathlib.Path) -> tuple[int, ...]:
@@ -196,13 +239,18 @@ def saved_position(workdir: pathlib.Path, step: int) -> dict[str, Any]:
     return json.loads((workdir / "checkpoints" / f"{step:08d}" / "data.json").read_text())
 
 
-def assert_same_end(workdir: pathlib.Path, other: pathlib.Path, step: int) -> None:
-    """Two runs are one: every array, bit for bit, the position, and every metric but timings."""
+def assert_same_state(workdir: pathlib.Path, other: pathlib.Path, step: int) -> None:
+    """Two checkpoints are one: every array, bit for bit, and the position in the data."""
     ours, theirs = saved_arrays(workdir, step), saved_arrays(other, step)
     assert ours.keys() == theirs.keys() and any(path.startswith("opt_state") for path in ours)
     different = [path for path in ours if ours[path].tobytes() != theirs[path].tobytes()]
     assert not different
     assert saved_position(workdir, step) == saved_position(other, step)
+
+
+def assert_same_run(workdir: pathlib.Path, other: pathlib.Path, step: int) -> None:
+    """Two runs are one: their state, and every metric of every step but timings."""
+    assert_same_state(workdir, other, step)
     assert results(workdir) == results(other)
 
 

@@ -14,6 +14,7 @@ import math
 import os
 import platform
 import re
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import PurePosixPath
@@ -325,6 +326,7 @@ class Checkpoints(CheckpointReader):
         self._pending: _Pending | None = None
         self._failure: SaveFailed | None = None
         logging.getLogger("absl").addFilter(_no_orbax_traceback)
+        _drop_late_writes()
 
     @property
     def last_good(self) -> int | None:
@@ -597,6 +599,22 @@ def _reason(cause: BaseException) -> str:
     if code := re.search(r"os_error_code='(\d+)'", text):
         return os.strerror(int(code[1]))
     return text[:300] or type(cause).__name__
+
+
+def _drop_late_writes() -> None:
+    """Drops what is printed for each write that ends after Orbax has given up a save.
+
+    At the first failed write Orbax closes the event loop to which tensorstore reports the others.
+    """
+    before = sys.unraisablehook
+    if getattr(before, "__module__", None) == __name__:
+        return
+
+    def hook(unraisable):
+        if str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def _no_orbax_traceback(record: logging.LogRecord) -> bool:

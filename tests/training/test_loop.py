@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import types
 
@@ -11,6 +12,7 @@ from run_helpers import PLAIN, results, saved_arrays, saved_position, saved_step
 
 from nag_jax import train as binary
 from nag_jax.data import pipeline
+from nag_jax.errors import UserError
 from nag_jax.training.loop import train
 from nag_jax.training.metrics import read_metrics
 
@@ -98,9 +100,12 @@ def test_without_validation_documents(config, tmp_path):
 
 
 def test_rows_come_in_a_new_order_in_the_next_epoch(place, config, tmp_path, rows_seen):
-    paths = (f"{place.folder / 'corpus'}/0[0-3].txt",)
-    train(config(data__source__paths=paths, data__validation_share=0.0), tmp_path)
-    epochs = {line["step"]: line["epoch"] for line in results(tmp_path) if "epoch" in line}
+    for name in ("00.txt", "01.txt", "02.txt", "03.txt"):
+        shutil.copy(place.folder / "corpus" / name, tmp_path)
+    paths, workdir = (f"{tmp_path}/*.txt",), tmp_path / "run"
+    config = config(data__source__paths=paths, data__validation_share=0.0)
+    train(config, workdir)
+    epochs = {line["step"]: line["epoch"] for line in results(workdir) if "epoch" in line}
     length = round(8 * STEPS / epochs[STEPS])
     assert epochs == {step: 8 * step / length for step in range(1, STEPS + 1)}
     assert 1 < epochs[STEPS] < 2
@@ -109,6 +114,11 @@ def test_rows_come_in_a_new_order_in_the_next_epoch(place, config, tmp_path, row
     assert len(set(first)) == length
     assert set(second) <= set(first) and len(set(second)) == len(second)
     assert second != first[: len(second)]
+
+    # Rows of other texts would be none of these.
+    (tmp_path / "02.txt").write_text("changed")
+    with pytest.raises(UserError, match="the corpus has changed since .*run/checkpoints, step 20"):
+        train(config, workdir)
 
 
 class StopAt:
