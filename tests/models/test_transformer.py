@@ -23,9 +23,14 @@ BATCH = packed_batch([[6, 7], [1, 9], [5]], LENGTH)
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-@functools.cache
 def compiled(taps=False, **keys):
     """(model, jitted function of parameters and batch), shared by the tests of this file."""
+    defaults = {"connection__kind": "nag", "remat": "dots_with_no_batch_dims_saveable"}
+    return _compiled(taps, **(defaults | keys))
+
+
+@functools.cache
+def _compiled(taps, **keys):
     model = small_model(**keys)
 
     def loss(params, batch):
@@ -230,17 +235,17 @@ def test_logits_leave_the_padding_out():
 def test_chunk_sizes_change_nothing(loss_chunk, query_chunk):
     """Neither the cross-entropy's nor attention's, tails included."""
     out, gradients = evaluate(loss_chunk=loss_chunk, attention__query_chunk=query_chunk)
-    expected, expected_gradients = evaluate(connection__kind="nag")
+    expected, expected_gradients = evaluate()
     np.testing.assert_allclose(out["nats"], expected["nats"], rtol=1e-5, atol=1e-6)
     assert_same_gradients(gradients, expected_gradients)
 
 
 def test_only_valid_targets_count():
     """Losses elsewhere are 0, and what stands there as a target moves no gradient."""
-    out, gradients = evaluate(connection__kind="nag")
+    out, gradients = evaluate()
     np.testing.assert_array_equal(out["nats"] > 0, BATCH["valid"][:, 1:])
     other = BATCH | {"tokens": np.where(BATCH["valid"], BATCH["tokens"], 7)}
-    other_out, other_gradients = evaluate(other, connection__kind="nag")
+    other_out, other_gradients = evaluate(other)
     np.testing.assert_array_equal(out["nats"], other_out["nats"])
     assert_same_gradients(other_gradients, gradients, tolerance=1e-6)
 
