@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 from rich.filesize import decimal
 
-from nag_jax.config import kind_class
+from nag_jax.kinds import kind_class
 from nag_jax.parameters import STACK_AXIS, ParamInfo, flatten
 
 # Backward through a product costs two products of its size: by the weight and by the input.

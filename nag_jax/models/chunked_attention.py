@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from nag_jax.models.linear import PRECISION
+
 MAX_GROUPS = 8
 MASKED = -1e30
 
@@ -85,7 +87,9 @@ def _join(pieces: list[Array], axis: int) -> Array:
 def _logits(q_chunk, segments_chunk, start, k, segments):
     """Masked logits of one chunk, [B, K, G, C, S], at least float32."""
     dtype = jnp.promote_types(q_chunk.dtype, jnp.float32)
-    logits = jnp.einsum("bkgch,bksh->bkgcs", q_chunk, k, preferred_element_type=dtype)
+    logits = jnp.einsum(
+        "bkgch,bksh->bkgcs", q_chunk, k, precision=PRECISION, preferred_element_type=dtype
+    )
     queries = start + jnp.arange(q_chunk.shape[3])
     causal = queries[:, None] >= jnp.arange(k.shape[2])[None, :]
     visible = causal & (segments_chunk[:, :, None] == segments[:, None, :])
@@ -108,6 +112,7 @@ def _forward_pass(q, k, v, segment_ids, chunk):
                 "bkgcs,bksh->bkgch",
                 weights.astype(values.dtype),
                 values,
+                precision=PRECISION,
                 preferred_element_type=logits.dtype,
             )
             return carry, ((out / total).astype(q_chunk.dtype), (peak + jnp.log(total))[..., 0])
@@ -149,19 +154,31 @@ def _attend_backward(chunk, residuals, d_out):
             q_chunk, segments_chunk, start, d_out_chunk, normaliser_chunk, delta_chunk = xs
             logits = _logits(q_chunk, segments_chunk, start, keys, segments)
             p = jnp.exp(logits - normaliser_chunk[..., None])
-            d_p = jnp.einsum("bkgch,bksh->bkgcs", d_out_chunk, values, preferred_element_type=dtype)
+            d_p = jnp.einsum(
+                "bkgch,bksh->bkgcs",
+                d_out_chunk,
+                values,
+                precision=PRECISION,
+                preferred_element_type=dtype,
+            )
             d_logits = (p * (d_p - delta_chunk[..., None])).astype(keys.dtype)
             p = p.astype(values.dtype)
 
             def over_queries(a, b):
-                return jnp.einsum("bkgcs,bkgch->bksh", a, b, preferred_element_type=dtype)
+                return jnp.einsum(
+                    "bkgcs,bkgch->bksh", a, b, precision=PRECISION, preferred_element_type=dtype
+                )
 
             carry = (
                 carry[0] + over_queries(d_logits, q_chunk),
                 carry[1] + over_queries(p, d_out_chunk),
             )
             d_q_chunk = jnp.einsum(
-                "bkgcs,bksh->bkgch", d_logits, keys, preferred_element_type=dtype
+                "bkgcs,bksh->bkgch",
+                d_logits,
+                keys,
+                precision=PRECISION,
+                preferred_element_type=dtype,
             )
             return carry, d_q_chunk.astype(q_chunk.dtype)
 

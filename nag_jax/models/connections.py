@@ -58,8 +58,7 @@ class NormAgnosticEnds(nnx.Module):
 
     def decode_matrix(self, table: Float[Array, "V d"]) -> Float[Array, "V d"]:
         """Rows of the tied table over their norm."""
-        unit = table / (root_mean_square(table) * table.shape[-1] ** 0.5)
-        return unit.astype(self.numerics.dtype)
+        return table / (root_mean_square(table) * table.shape[-1] ** 0.5)
 
     def decode(self, hidden: Array, log_scale: Array, matrix: Array) -> Float[Array, "B T V"]:
         """logit_v = exp(s_L) (R_L/sqrt(d)) . (E_v/||E_v||), at least float32."""
@@ -164,8 +163,8 @@ class VectorEnds(nnx.Module):
         """The head's own rows, or the tied table's."""
         if self.free_head:
             head = self.head[...]
-            table = jnp.pad(head, ((0, table.shape[0] - head.shape[0]), (0, 0)))
-        return table.astype(self.numerics.dtype)
+            return jnp.pad(head, ((0, table.shape[0] - head.shape[0]), (0, 0)))
+        return table
 
     def decode(self, hidden: Array, log_scale: Array, matrix: Array) -> Float[Array, "B T V"]:
         """Inner products with the head's rows, at least float32."""

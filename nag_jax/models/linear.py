@@ -12,6 +12,10 @@ import jax.numpy as jnp
 
 from nag_jax.sharding import rules
 
+# Products of float32 are float32: the default rounds them to bfloat16 on TPU and TF32 on GPU.
+# Products of bfloat16 are not touched by it.
+PRECISION = jax.lax.Precision.HIGHEST
+
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
@@ -64,19 +68,22 @@ def contract(
     width = math.prod(w.shape[:inputs])
     with jax.named_scope(site):
         matrix = rules.gather_weight(w.astype(dtype)).reshape(width, -1)
-        return (x.astype(dtype).reshape(-1, width) @ matrix).reshape(*tokens, *out)
+        product = jnp.matmul(x.astype(dtype).reshape(-1, width), matrix, precision=PRECISION)
+        return product.reshape(*tokens, *out)
 
 
 def scores(hidden: jax.Array, rows: jax.Array, numerics: Numerics) -> jax.Array:
     """Inner products of hidden states [..., d] with rows [V, d]: [..., V], at least float32.
 
-    Flattened for the same reason as `contract`.
+    Flattened for the same reason as `contract`. Rows are cast here, where a chunk of time steps
+    uses them, so that their gradient is summed over chunks in their stored precision.
     """
     with jax.named_scope("decode"):
         flat = jnp.einsum(
             "nd,vd->nv",
             hidden.reshape(-1, hidden.shape[-1]),
-            rows,
+            rows.astype(hidden.dtype),
+            precision=PRECISION,
             preferred_element_type=numerics.statistics_dtype,
         )
         return flat.reshape(*hidden.shape[:-1], -1)

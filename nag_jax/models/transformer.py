@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
-from nag_jax.config import kind_class
+from nag_jax.kinds import kind_class
 from nag_jax.models.chunked_attention import SAVED_NAMES
 from nag_jax.models.connections import Stream
 from nag_jax.models.context import Context, positions_in_document
@@ -171,8 +171,13 @@ class Transformer(nnx.Module):
         def make_block(index, rngs):
             return Block(options, index, numerics, rngs)
 
-        self.stage_0 = Stage(make_block, options.num_blocks, 0, options.remat, rngs)
-        self.num_stages = 1
+        # One stage today; layers that differ in shape (experts, say) need several.
+        stages = ((make_block, options.num_blocks),)
+        self.num_stages, first_index = len(stages), 0
+        for number, (make, repeats) in enumerate(stages):
+            stage = Stage(make, repeats, first_index, options.remat, rngs)
+            setattr(self, f"stage_{number}", stage)
+            first_index += repeats
         self.vocab_size = vocab_size
         self.loss_chunk = options.loss_chunk
 

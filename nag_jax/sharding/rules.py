@@ -75,12 +75,17 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec)
 
 
+@jax.custom_vjp
 def gather_weight(w: jax.Array) -> jax.Array:
     """Asks for a whole copy of a weight where it is used.
 
     Left alone, the partitioner may split a contraction over the stored layout and sum activations
-    instead, which moves more bytes than the weight has.
+    instead, which moves more bytes than the weight has. The gradient is not pinned: it is summed
+    into the stored layout, and never needs to be whole anywhere.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return w
     return jax.lax.with_sharding_constraint(w, P())
+
+
+gather_weight.defvjp(lambda w: (gather_weight(w), None), lambda _, cotangent: (cotangent,))
