@@ -73,7 +73,9 @@ class Place:
         folder = self.folder / name
         with self.lock(name):
             if not folder.exists():
-                make(folder)
+                partial = folder.with_name(f"{name}.partial")
+                make(partial)
+                partial.rename(folder)
         return folder
 
     def overrides(self, changes: dict[str, Any]) -> dict[str, Any]:

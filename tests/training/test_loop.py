@@ -81,7 +81,7 @@ def test_marked_steps_and_the_best_are_kept(config, tmp_path):
         for line in results(tmp_path)
         if "validation/bits_per_byte" in line
     }
-    assert measured.keys() == {6, 12, 18, 20}
+    assert measured.keys() >= {6, 12, 18, 20}
     best = min(measured, key=measured.get)
     assert set(saved_steps(tmp_path)) == {1, 2, 4, 8, 16} | {5, 7} | {20, best}
 

@@ -1,0 +1,151 @@
+"""Runs killed at random moments of their lives, and in each phase of them, end as if they had not.
+
+The moments are drawn over the measured length of an uninterrupted run. What each kill hit is
+printed (`pytest -s`).
+"""
+
+import random
+import signal
+import time
+
+import pytest
+from run_helpers import assert_same_run, place_of_session, saved_steps
+
+STEPS = 40
+KEYS = {
+    "train.steps": STEPS,
+    "checkpoint.every": 4,
+    "evaluation.every": 10,
+    # Twelve megabytes of state, so that a save takes as long as some steps.
+    "model.d_model": 128,
+    "model.feedforward.hidden": 4096,
+}
+RANDOM_MOMENTS = 5
+OPTIMISED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+NO_CACHE = OPTIMISED | {"JAX_ENABLE_COMPILATION_CACHE": "0"}
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    return place_of_session(tmp_path_factory)
+
+
+class Case:
+    """A run of some accumulation, and the uninterrupted one it should end like."""
+
+    def __init__(self, place, accumulation):
+        self.place = place
+        self.keys = KEYS | {"train.accumulation": accumulation}
+        self.name = f"uninterrupted-{accumulation}"
+
+    def start(self, workdir, environment=OPTIMISED):
+        return self.place.start(workdir, self.keys, environment=environment)
+
+    def uninterrupted(self):
+        """Its folder. Compiled anew; a second one from the cache of programs equals it."""
+        return self.place.once(self.name, self._run)
+
+    def seconds(self):
+        """How long it takes with its program in the cache."""
+        self.uninterrupted()
+        again = self.place.once(f"{self.name}-again", self._run)
+        assert_same_run(again, self.uninterrupted(), STEPS)
+        return float((again / "seconds").read_text())
+
+    def _run(self, folder):
+        began = time.perf_counter()
+        done = self.start(folder).end()
+        assert done.returncode == 0, done.stderr
+        (folder / "seconds").write_text(str(time.perf_counter() - began))
+
+
+def unfinished_save(workdir):
+    return bool(list(workdir.glob("checkpoints/*.orbax-checkpoint-tmp")))
+
+
+def phase(run, workdir):
+    """What the run is doing."""
+    if run.process.poll() is not None:
+        return "ended"
+    if not run.said("Compiling"):
+        return "starting"
+    if not run.said("Compiled"):
+        return "compiling"
+    return "saving" if unfinished_save(workdir) else "stepping"
+
+
+def moments(seconds, rng):
+    """(name, whether the program is compiled anew, what to wait for before the kill)."""
+    for part in range(RANDOM_MOMENTS):
+        # One in each equal part, so that few draws reach everywhere.
+        delay = seconds * (part + rng.random()) / RANDOM_MOMENTS
+        yield f"random {delay:.2f} s", False, lambda run, workdir, delay=delay: time.sleep(delay)
+    into_compilation, step = 2 * rng.random(), rng.choice([8, 16, 24])
+
+    def in_compilation(run, workdir):
+        run.wait_for(lambda: run.said("Compiling"))
+        time.sleep(into_compilation)
+
+    def in_save(run, workdir):
+        run.wait_for(lambda: step in saved_steps(workdir))
+        run.wait_for(lambda: unfinished_save(workdir))
+
+    def between_saves(run, workdir):
+        run.wait_for(lambda: step in saved_steps(workdir))
+        run.wait_for(lambda: not unfinished_save(workdir))
+
+    yield "compiling", True, in_compilation
+    yield "saving", False, in_save
+    yield "stepping", False, between_saves
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+def test_kills(place, tmp_path, number, accumulation):
+    case = Case(place, accumulation)
+    rng = random.Random(f"{number} {accumulation}")
+    hit = []
+    for index, (name, anew, reach) in enumerate(moments(case.seconds(), rng)):
+        workdir = tmp_path / str(index)
+        run = case.start(workdir, NO_CACHE if anew else OPTIMISED)
+        reach(run, workdir)
+        before = max(saved_steps(workdir), default=0)
+        hit.append(phase(run, workdir))
+        run.signal(number)
+        killed = run.end()
+        left = unfinished_save(workdir)
+        newest = max(saved_steps(workdir), default=0)
+        print(
+            f"{signal.Signals(number).name}, accumulation {accumulation}, {name}: {hit[-1]}, "
+            f"step {newest} saved, code {killed.returncode}",
+            flush=True,
+        )
+        check_the_end(killed, number, hit[-1], newest)
+        assert newest >= before
+
+        resumed = case.start(workdir).end()
+        assert resumed.returncode == 0, resumed.stderr
+        assert ("Removed a half-written checkpoint" in resumed.stdout) == left
+        if newest == STEPS:
+            assert "This run is complete" in resumed.stdout
+        elif newest:
+            assert f"Going on from step {newest} of {STEPS}" in resumed.stdout
+        assert_same_run(workdir, case.uninterrupted(), STEPS)
+    assert {"compiling", "saving", "stepping"} <= set(hit)
+
+
+def check_the_end(killed, number, phase, newest):
+    """How the killed run ended, and what it said."""
+    if phase == "ended":
+        assert killed.returncode == 0 and newest == STEPS
+    elif number == signal.SIGKILL:
+        assert killed.returncode in (-number, 0)
+        assert killed.returncode != 0 or newest == STEPS
+    elif killed.returncode == -number:
+        # Nobody listened yet, or all was done.
+        assert phase == "starting" or newest == STEPS
+    else:
+        assert (killed.returncode, killed.stderr) == (0, "")
+        if newest < STEPS:
+            words = f"step {newest} is saved" if newest else "nothing has been saved yet"
+            assert f"Stopped by SIGTERM after step {newest}; {words}" in killed.stdout
