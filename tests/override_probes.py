@@ -11,6 +11,7 @@ import io
 import json
 import pathlib
 import sys
+import tempfile
 import types
 from typing import Any
 from unittest import mock
@@ -24,7 +25,8 @@ from run_helpers import results, saved_steps
 from tokenizer_files import CORPUS
 
 from nag_jax.config import validate_devices
-from nag_jax.data import store
+from nag_jax.data import building, store
+from nag_jax.data import encoding as encoding_lib
 from nag_jax.evals.bits_per_byte import Evaluation
 from nag_jax.kinds import kind_class
 from nag_jax.models.transformer import build_model
@@ -137,18 +139,26 @@ def tokenizer(config) -> Any:
 
 
 def rows(config) -> Any:
-    """The prepared rows, their folder, and how many processes were asked for."""
-    with mock.patch("nag_jax.data.building.encode_in_order", wraps=_in_this_process) as encode:
-        prepared = store.prepare(config.data, progress=False)
-    workers = [call.args[2] for call in encode.call_args_list]
-    return prepared.fingerprint, str(prepared.folder), prepared.summary, workers
+    """The prepared rows and their folder."""
+    prepared = store.prepare(config.data, progress=False)
+    return prepared.fingerprint, str(prepared.folder), prepared.summary
 
 
-def _in_this_process(texts, tokenizer, workers, folder):
-    del workers
-    from nag_jax.data.encoding import encode_in_order
+def encoding(config) -> list[int]:
+    """How many processes are asked to tokenise; none are started."""
+    asked = []
 
-    return encode_in_order(texts, tokenizer, 1, folder)
+    def encode_in_order(texts, tokenizer, workers, folder):
+        asked.append(workers)
+        return encoding_lib.encode_in_order(texts, tokenizer, 1, folder)
+
+    config = config.copy_and_resolve_references()
+    with (
+        tempfile.TemporaryDirectory() as config.data.cache_folder,  # prepared anew
+        mock.patch.object(building, "encode_in_order", encode_in_order),
+    ):
+        store.prepare(config.data, progress=False)
+    return asked
 
 
 # --- the mesh ---

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import override_probes as probes
 import pytest
 from small_models import SMALL
-from test_config import SPECS, short
+from test_config import SPECS, resolve_spec, short
 from tokenizer_files import CORPUS, tokenizer_file
 
 from nag_jax import config as config_lib
@@ -63,7 +63,7 @@ LEAVES: dict[str, Leaf] = {
     "data.validation_share": Leaf("0.7", "rows"),
     "data.validation_bytes": Leaf("1", "rows", ("data.validation_share=0.7",)),
     "data.cache_folder": Leaf("{folder}/other_cache", "rows"),
-    "data.workers": Leaf("2", "rows", ("data.cache_folder={fresh}",)),
+    "data.workers": Leaf("2", "encoding"),
     "data.prefetch_rows": Leaf("0", "run"),
     "model.d_model": Leaf("24", "model"),
     "model.num_blocks": Leaf("1", "model"),
@@ -128,6 +128,8 @@ LEAVES: dict[str, Leaf] = {
     "metrics.tensorboard": Leaf("false", "run"),
     "metrics.wandb_project": Leaf("mine", "run"),
 }
+
+OF_A_RUN = [key for key, leaf in LEAVES.items() if leaf.probe in ("run", "traced_run")]
 
 # Which probe shows another kind of a node, and the leaves that kinds need.
 NODES = {
@@ -233,6 +235,7 @@ class Probes:
         "source": ("data.source",),
         "tokenizer": ("data.tokenizer",),
         "rows": ("data",),
+        "encoding": ("data",),
         "mesh": ("mesh", "train", "evaluation"),
         "run": ("seed", "data.prefetch_rows", "train", "evaluation", "checkpoint", "metrics"),
     }
@@ -283,43 +286,65 @@ def shown(folder):
     return Probes(folder)
 
 
+load_config_file = functools.cache(config_lib.load_config_file)
+
+
+@functools.cache
+def leaves_of(spec, kinds):
+    return flatten(config_lib.resolve(load_config_file(spec), kinds))
+
+
 def resolve(spec, folder, lines):
-    overrides = config_lib.load_config_file(spec)
-    kinds = [line for line in lines if ".kind=" in line]
-    leaves = flatten(config_lib.resolve(overrides, kinds))
-    return config_lib.resolve(overrides, [*base_lines(leaves, folder), *lines])
+    leaves = leaves_of(spec, tuple(line for line in lines if ".kind=" in line))
+    return config_lib.resolve(load_config_file(spec), [*base_lines(leaves, folder), *lines])
+
+
+def together(specs):
+    """Configs grouped by the kinds of their model and optimizer: one probe serves them all."""
+    groups = {}
+    for spec in specs:
+        leaves = flatten(resolve_spec(spec))
+        kinds = tuple(leaves[f"{node}.kind"] for node in NODES if not node.startswith("data"))
+        groups.setdefault(kinds, []).append(spec)
+    return list(groups.values())
 
 
 def is_kind(key):
     return key.endswith(".kind")
 
 
-@pytest.mark.parametrize("spec", SMOKE, ids=short)
-def test_every_override_changes_what_is_built(spec, folder, shown):
+@pytest.mark.parametrize("specs", together(SMOKE), ids=lambda specs: short(specs[0]))
+def test_every_override_changes_what_is_built(specs, folder, shown):
+    unchanged = [what for spec in specs for what in overrides_without_effect(spec, folder, shown)]
+    assert not unchanged
+
+
+def overrides_without_effect(spec, folder, shown):
     base = resolve(spec, folder, [])
-    unchanged = []
     for key, value in flatten(base).items():
-        if is_kind(key):
+        if is_kind(key) or key in OF_A_RUN:
             continue
         leaf = LEAVES[key]
-        names = {"folder": folder, "fresh": folder / f"cache of {short(spec)}, {key}"}
+        names = {"folder": folder}
         names["file"] = FILES.get(base.data.tokenizer.kind)
         names["other"] = PATTERNS.get(base.data.source.kind, "").replace("corpus", "other")
         given = [line.format(**names) for line in leaf.given]
         override = f"{key}={leaf.value.format(**names)}"
-        before = resolve(spec, folder, given)
+        before = resolve(spec, folder, given) if given else base
         after = resolve(spec, folder, [*given, override])
         assert flatten(after)[key] != flatten(before)[key], override
-        if leaf.given and "{fresh}" in leaf.given[0]:  # both sides prepare anew
-            before_shown = shown(leaf.probe, before)
-            config = resolve(spec, folder, [f"{given[0]} again", override])
-            after_shown = shown(leaf.probe, config)
-            same = before_shown[-1] == after_shown[-1]
-        else:
-            same = shown(leaf.probe, before) == shown(leaf.probe, after)
-        if same:
-            unchanged.append((key, value, leaf.value))
-    assert not unchanged
+        if shown(leaf.probe, before) == shown(leaf.probe, after):
+            yield spec, key, value, leaf.value
+
+
+@pytest.mark.parametrize("key", OF_A_RUN)
+def test_every_override_of_a_run_changes_what_it_does(key, folder, shown):
+    """Every config has these leaves, and what they do depends on no kind."""
+    leaf = LEAVES[key]
+    before = resolve(SMOKE[0], folder, leaf.given)
+    after = resolve(SMOKE[0], folder, [*leaf.given, f"{key}={leaf.value}"])
+    assert flatten(after)[key] != flatten(before)[key]
+    assert shown(leaf.probe, before) != shown(leaf.probe, after)
 
 
 @pytest.mark.parametrize("spec", SMOKE, ids=short)
@@ -339,19 +364,13 @@ def test_a_users_class_changes_what_is_built(folder, shown):
 
 
 def test_the_table_is_complete_and_knows_no_other_leaf():
-    leaves = {
-        key
-        for spec in SPECS
-        for key in flatten(config_lib.resolve(config_lib.load_config_file(spec)))
-    }
+    leaves = {key for spec in SPECS for key in flatten(resolve_spec(spec))}
     assert {key for key in leaves if not is_kind(key)} == set(LEAVES)
     assert {key.removesuffix(".kind") for key in leaves if is_kind(key)} == set(NODES)
+    for spec in SPECS:
+        assert set(OF_A_RUN) <= flatten(resolve_spec(spec)).keys()
     # A smoke config has the leaves of the config it shrinks, and of files in place of the library.
-    smoke = {
-        key
-        for spec in SMOKE
-        for key in flatten(config_lib.resolve(config_lib.load_config_file(spec)))
-    }
+    smoke = {key for spec in SMOKE for key in flatten(resolve_spec(spec))}
     assert smoke == leaves
 
 
