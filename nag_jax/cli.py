@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
@@ -50,8 +51,9 @@ def run(
     """Runs `main(config, flags)` and exits with its return value (None is 0).
 
     A UserError, a mistaken flag or config exits with code 2 after `error: <sentence>` on stderr, an
-    interrupt with 130, a closed pipe on stdout with 141; any other exception is a fault of the
-    program and keeps its traceback. The config given to `main` is complete and validated.
+    interrupt with 130, a closed pipe on stdout with 141, exhausted memory with 1 after `failed:
+    <sentence>`; any other exception is a fault of the program and keeps its traceback. The config
+    given to `main` is complete and validated.
 
     Args:
       main: the binary; it defines its own flags with absl's `flags.DEFINE_*`.
@@ -69,6 +71,18 @@ def run(
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         code = MISTAKE
+    except ImportError as error:
+        if not _is_raised_in(error, "fsspec"):
+            raise
+        print(f"error: a remote path needs another package: {error}", file=sys.stderr)
+        code = MISTAKE
+    except (MemoryError, RuntimeError) as error:
+        # As XLA says it on every device.
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).partition("\n")[0] or "no more could be allocated"
+        print(f"failed: not enough memory: {reason}", file=sys.stderr)
+        code = FAILED
     except BrokenPipeError:
         # What is still buffered would fail again when the interpreter flushes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -77,6 +91,12 @@ def run(
         print("interrupted", file=sys.stderr)
         code = INTERRUPTED
     sys.exit(code)
+
+
+def _is_raised_in(error: BaseException, package: str) -> bool:
+    """Whether the error comes out of a package's own code."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(frame.f_globals.get("__name__", "").startswith(package) for frame in frames)
 
 
 def take_apart(args: Sequence[str]) -> Arguments:

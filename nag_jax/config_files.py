@@ -57,7 +57,7 @@ def load_config_file(spec: str) -> ConfigDict:
             raise UserError(f"its get_config takes no argument, but {arg!r} was given")
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{path}{_line(error, str(path))}: {_describe(error)}") from error
     if not isinstance(overrides, ConfigDict | Mapping):
         raise UserError(

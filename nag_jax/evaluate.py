@@ -57,6 +57,8 @@ class Texts:
         self._sources = []
         for kind in ("text", "jsonl", "parquet"):
             paths = tuple(flag_values[kind].value)
+            if flag_values[kind].present and not any(paths):
+                raise UserError(f"--{kind} is empty: name at least one file or pattern")
             if paths:
                 node = ConfigDict({"paths": paths, "field": flag_values.field})
                 with _named_flags(kind):

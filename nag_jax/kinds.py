@@ -55,6 +55,17 @@ REGISTRY: dict[str, dict[str, str]] = {
 
 RATE_MULTIPLIER = "optimizer.rate_multiplier"
 
+# What a class of a user's own must have besides `defaults()`; docs/architecture.md says more.
+MEMBERS: dict[str, tuple[str, ...]] = {
+    "model.connection": ("Ends", "warmup_steps", "read", "gate", "write", "describe"),
+    "model.attention": ("__call__", "context_flops"),
+    "model.feedforward": ("__call__",),
+    "optimizer": ("direction",),
+    "optimizer.schedule": ("build",),
+    "data.source": ("documents", "listing"),
+    "data.tokenizer": ("from_config", "from_files", "to_files", "encode", "trained"),
+}
+
 _USER_KIND = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -119,19 +130,22 @@ def kind_defaults(node: str, kind: str) -> dict[str, Leaf]:
       UserError: the kind cannot be imported, or its defaults are not typed leaves.
     """
     cls = kind_class(node, kind)
-    try:
-        defaults = cls.defaults()
-    except Exception as error:
-        raise UserError(
-            f"{node}.kind={kind!r}: its defaults() failed: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(defaults, Mapping):
-        raise UserError(f"{node}.kind={kind!r}: its defaults() must return a dict")
-    leaves = flatten(defaults, f"{node}.")
-    for key, value in leaves.items():
-        for name in key.removeprefix(f"{node}.").split("."):
-            if not name.isidentifier() or name == "kind" or hasattr(ConfigDict, name):
-                raise UserError(f"{node}.kind={kind!r}: {name!r} cannot be the name of a key")
-        check_default(key, value)
-    multipliers = getattr(cls, "rate_multipliers", dict)()
-    return leaves | {f"{RATE_MULTIPLIER}.{role}": rate for role, rate in multipliers.items()}
+    leaves = {}
+    for prefix, method in ((node, "defaults"), (RATE_MULTIPLIER, "rate_multipliers")):
+        try:
+            values = getattr(cls, method, dict)()
+        except Exception as error:
+            raise UserError(
+                f"{node}.kind={kind!r}: its {method}() failed: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(values, Mapping):
+            raise UserError(f"{node}.kind={kind!r}: its {method}() must return a dict")
+        for key, value in flatten(values, f"{prefix}.").items():
+            for name in key.removeprefix(f"{prefix}.").split("."):
+                if not name.isidentifier() or name == "kind" or hasattr(ConfigDict, name):
+                    raise UserError(f"{node}.kind={kind!r}: {name!r} cannot be the name of a key")
+            if method == "rate_multipliers" and type(value) is not float:
+                raise UserError(f"{node}.kind={kind!r}: its {key} must be a float, not {value!r}")
+            check_default(key, value)
+            leaves[key] = value
+    return leaves

@@ -11,6 +11,7 @@ import sys
 from absl import flags
 
 from nag_jax import cli
+from nag_jax.errors import UserError
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run: checkpoints and metrics")
 _INIT_FROM = flags.DEFINE_string("init_from", "", "start a new run from this one: RUN[@step]")
@@ -25,6 +26,8 @@ def main(config, flag_values) -> int:
     from nag_jax.training.loop import train
     from nag_jax.training.start import parse_init_from
 
+    if not flag_values.workdir:
+        raise UserError("--workdir is empty: name the folder of the run")
     init_from = parse_init_from(flag_values.init_from, flag_values.carry)
     try:
         train(config, flag_values.workdir, init_from)

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from nag_jax.dotted import flatten
 from nag_jax.errors import UserError
-from nag_jax.kinds import REGISTRY, is_registered, kind_class, kind_defaults
+from nag_jax.kinds import MEMBERS, REGISTRY, is_registered, kind_class, kind_defaults
 
 REMAT_POLICIES = (
     "none",  # keep every intermediate
@@ -125,6 +125,12 @@ def validate(config: ConfigDict) -> None:
     for node in REGISTRY:
         kind = leaves[f"{node}.kind"]
         if not is_registered(node, kind):
+            missing = [name for name in MEMBERS[node] if not _has(kind_class(node, kind), name)]
+            if missing:
+                raise UserError(
+                    f"{node}.kind={kind!r}: the class lacks {', '.join(missing)}; "
+                    "docs/architecture.md says what such a class needs"
+                )
             for key in kind_defaults(node, kind):
                 leaves.pop(key, None)
     for key, value in leaves.items():
@@ -185,6 +191,11 @@ def _validate_optimizer(config: ConfigDict) -> None:
 
     build_optimizer(config.optimizer, config.train.steps, {})
     kind_class("optimizer", config.optimizer.kind).direction(config.optimizer, {})
+
+
+def _has(cls: type, name: str) -> bool:
+    """Whether instances have the member; every class itself can be called."""
+    return any(name in vars(base) for base in cls.__mro__)
 
 
 def _divisors(number: int) -> list[int]:

@@ -40,9 +40,38 @@ OWN = f"{__name__}:OwnAttention"
 class OwnAttention:
     """A user's own kind."""
 
+    context_flops = None
+
+    def __call__(self, x, keep, context):
+        raise NotImplementedError
+
     @staticmethod
     def defaults():
         return {"num_heads": 0, "window": 3, "names": ("a",), "inner": {"slope": 0.5}}
+
+
+class Bare:
+    """A class without the members of a kind."""
+
+    @staticmethod
+    def defaults():
+        return {}
+
+
+class WithRoles(Bare):
+    """A kind with parameters of a role that no other kind has."""
+
+    @staticmethod
+    def rate_multipliers():
+        return {"conv": 0.5}
+
+
+class WrongRates(Bare):
+    """A kind whose rate is no number."""
+
+    @staticmethod
+    def rate_multipliers():
+        return {"conv": "fast"}
 
 
 class NoDefaults:
@@ -320,6 +349,39 @@ def test_a_users_kind_brings_its_own_leaves():
     assert "attention kind gqa" in refusal(config_lib.resolve, {}, line)
 
 
+@pytest.mark.parametrize("node", kinds.REGISTRY)
+def test_what_a_users_kind_lacks_is_told(node):
+    config = config_lib.resolve({f"{node}.kind": f"{__name__}:Bare"})
+    sentence = refusal(config_lib.validate, config)
+    assert f"{node}.kind" in sentence and "lacks" in sentence
+    assert all(name in sentence for name in kinds.MEMBERS[node])
+    for kind in kinds.REGISTRY[node]:
+        cls = kinds.kind_class(node, kind)
+        assert all(hasattr(cls, name) for name in kinds.MEMBERS[node])
+
+
+def test_rates_of_a_users_roles_are_leaves():
+    kind = f"{__name__}:WithRoles"
+    config = config_lib.resolve({}, [f"model.feedforward.kind={kind}"])
+    assert config.optimizer.rate_multiplier.to_dict() == {
+        "embedding": 1.0,
+        "scale": 1.0,
+        "gate": 0.1,
+        "conv": 0.5,
+    }
+    sentence = refusal(config_lib.resolve, {}, [f"model.feedforward.kind={__name__}:WrongRates"])
+    assert "optimizer.rate_multiplier.conv must be a float, not 'fast'" in sentence
+    line = ["model.connection.kind=prenorm", "optimizer.rate_multiplier.gate=1"]
+    assert "belongs to connection kind nag" in refusal(config_lib.resolve, {}, line)
+    file = {"optimizer.rate_multiplier.gate": 0.5}
+    config = config_lib.resolve(file, ["model.connection.kind=prenorm"])
+    assert config.optimizer.rate_multiplier.to_dict() == {
+        "embedding": 1.0,
+        "scale": 1.0,
+        "head": 1.0,
+    }
+
+
 def test_a_module_that_fails_on_import_is_named(tmp_path, monkeypatch):
     (tmp_path / "own_broken.py").write_text("import no_such_thing\n")
     (tmp_path / "own_wrong.py").write_text("1 / 0\n")
@@ -470,6 +532,7 @@ def test_parse_arg_reads_typed_arguments():
         ("\n\nimport no_such_thing\n", "", ["line 3", "no_such_thing"]),
         ("def get_config(arg):\n    return 1 / 0\n", "", ["line 2", "ZeroDivisionError"]),
         ("x = 1\n", "", ["get_config"]),
+        ("raise SystemExit('no')\n", "", ["line 1", "SystemExit: no"]),
         ("def get_config():\n    return {}\n", ":deep", ["takes no argument", "deep"]),
         ("def get_config(arg):\n    return 5\n", "", ["ConfigDict", "int"]),
         (

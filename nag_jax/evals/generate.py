@@ -167,6 +167,7 @@ def generate(
     sampler, text_stream = _sampler(model), tokenizer.stream()
     key = jax.random.key(seed)
     top_k = min(top_k, model.vocab_size)
+    temperature = min(temperature, float(jnp.finfo(jnp.float32).max))
     settings = (jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p))
     new: list[int] = []
     pieces: list[str] = []
