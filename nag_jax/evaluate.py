@@ -103,6 +103,7 @@ def require_writable(flag: str, path: epath.Path) -> None:
         UserError: It is a folder, lies in none, or may not be written.
     """
     if "://" in str(path):
+        path.exists()  # needs the package that writes there
         return
     if path.is_dir():
         raise UserError(f"{flag}={path}: it is a folder, not a file")
