@@ -1,7 +1,7 @@
 """Saves a run on one mesh and reads it on others; started by `test_runs` with eight devices."""
 
-import json
 import tempfile
+import types
 
 import jax
 import numpy as np
@@ -65,7 +65,8 @@ def main(folder):
         ByteTokenizer().save(tokenizer)
         documents = folder_documents(tokenizer, start.TOKENIZER_FOLDER)
     documents[start.CONFIG_FILE] = config_lib.to_json(config)
-    documents[start.POSITION_FILE] = json.dumps({"step": 5, "rows_consumed": 0, "fingerprint": "f"})
+    rows = types.SimpleNamespace(fingerprint="x", corpus_fingerprint="y")
+    documents[start.POSITION_FILE] = start.Position(5, 8, 5).to_json(rows)
     checkpoints = Checkpoints(folder, keep_last=1)
     checkpoints.save(5, items, documents, None)
     checkpoints.close()

@@ -1,11 +1,11 @@
 """`load_run`: any path to a run, on any devices, in any precision; what a run offers in Python."""
 
 import dataclasses
-import json
 import os
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from nag_jax.data.tokenizers import ByteTokenizer
 from nag_jax.errors import UserError
 from nag_jax.models.transformer import build_model
 from nag_jax.parameters import flatten
+from nag_jax.training import start
 from nag_jax.training.checkpoints import Checkpoints, folder_documents
 from nag_jax.training.metrics import read_metrics
 
@@ -127,7 +128,8 @@ def test_classes_of_a_user_are_imported_only_when_allowed(tmp_path, monkeypatch)
     ByteTokenizer().save(tmp_path / "tokenizer")
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
     params = random_params(model)
-    position = json.dumps({"step": 1, "rows_consumed": 0, "fingerprint": "x"})
+    rows = types.SimpleNamespace(fingerprint="x", corpus_fingerprint="y")
+    position = start.Position(1, 8, 1).to_json(rows)
     documents = {"config.json": config_lib.to_json(config), "data.json": position}
     documents |= folder_documents(tmp_path / "tokenizer", "tokenizer")
     checkpoints.save(1, {"params": params, "opt_state": {}, "balance": {}}, documents, None)

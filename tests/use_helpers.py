@@ -89,7 +89,7 @@ def call(binary: str, *args: str) -> Result:
         except SystemExit as end:
             code = end.code
         finally:
-            for flag in list(flags.FLAGS.flags_by_module_dict()[name]):
+            for flag in list(flags.FLAGS.flags_by_module_dict().get(name, [])):
                 delattr(flags.FLAGS, flag.name)
             flags.FLAGS.unparse_flags()
     return Result(code, out.getvalue(), err.getvalue())

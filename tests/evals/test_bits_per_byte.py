@@ -139,7 +139,7 @@ def test_metrics_of_an_evaluation(loaded):
     sublayers = len(loaded.model.sublayer_names)
     assert {len(values) for values in result.taps.values()} == {sublayers}
     assert set(result.taps) == {"norm", "rotation", "gain", "gate", "gate_floored"}
-    assert metrics["taps/gate/001"] == result.taps["gate"][1]
+    assert metrics["validation/taps/gate/001"] == result.taps["gate"][1]
     assert 0 <= metrics["validation/dead_gate_share"] <= 1
     assert all(isinstance(value, float) for value in metrics.values())
     closed = dataclasses.replace(result, taps={**result.taps, "gate": [0.5, 0.009]})
