@@ -1,9 +1,10 @@
 """Runs killed at random moments of their lives, and in each phase of them, end as if they had not.
 
-The moments are drawn over the measured length of an uninterrupted run. What each kill hit is
-printed (`pytest -s`).
+The moments are drawn over the measured length of an uninterrupted run and over that of its steps.
+What each kill hit is printed (`pytest -s`).
 """
 
+import json
 import random
 import signal
 import time
@@ -20,7 +21,7 @@ KEYS = {
     "model.d_model": 128,
     "model.feedforward.hidden": 4096,
 }
-RANDOM_MOMENTS = 5
+MOMENTS_OF_LIFE, MOMENTS_OF_STEPS = 2, 3
 OPTIMISED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
 NO_CACHE = OPTIMISED | {"JAX_ENABLE_COMPILATION_CACHE": "0"}
 
@@ -46,17 +47,21 @@ class Case:
         return self.place.once(self.name, self._run)
 
     def seconds(self):
-        """How long it takes with its program in the cache."""
+        """How long it takes with its program in the cache: in all, and from its first step."""
         self.uninterrupted()
         again = self.place.once(f"{self.name}-again", self._run)
         assert_same_run(again, self.uninterrupted(), STEPS)
-        return float((again / "seconds").read_text())
+        return json.loads((again / "seconds.json").read_text())
 
     def _run(self, folder):
         began = time.perf_counter()
-        done = self.start(folder).end()
+        run = self.start(folder)
+        run.wait_for(lambda: run.said("Compiled"))
+        compiled = time.perf_counter()
+        done = run.end()
         assert done.returncode == 0, done.stderr
-        (folder / "seconds").write_text(str(time.perf_counter() - began))
+        ended = time.perf_counter()
+        (folder / "seconds.json").write_text(json.dumps([ended - began, ended - compiled]))
 
 
 def unfinished_save(workdir):
@@ -76,15 +81,22 @@ def phase(run, workdir):
 
 def moments(seconds, rng):
     """(name, whether the program is compiled anew, what to wait for before the kill)."""
-    for part in range(RANDOM_MOMENTS):
-        # One in each equal part, so that few draws reach everywhere.
-        delay = seconds * (part + rng.random()) / RANDOM_MOMENTS
-        yield f"random {delay:.2f} s", False, lambda run, workdir, delay=delay: time.sleep(delay)
-    into_compilation, step = 2 * rng.random(), rng.choice([8, 16, 24])
 
-    def in_compilation(run, workdir):
-        run.wait_for(lambda: run.said("Compiling"))
-        time.sleep(into_compilation)
+    def after(words, delay):
+        def wait(run, workdir):
+            run.wait_for(lambda: run.said(words))
+            time.sleep(delay)
+
+        return wait
+
+    # One in each equal part, so that few draws reach everywhere.
+    for part in range(MOMENTS_OF_LIFE):
+        delay = seconds[0] * (part + rng.random()) / MOMENTS_OF_LIFE
+        yield f"random {delay:.2f} s", False, lambda run, workdir, delay=delay: time.sleep(delay)
+    for part in range(MOMENTS_OF_STEPS):
+        delay = seconds[1] * (part + rng.random()) / MOMENTS_OF_STEPS
+        yield f"random {delay:.2f} s after compilation", False, after("Compiled", delay)
+    into_compilation, step = 2 * rng.random(), rng.choice([8, 16, 24])
 
     def in_save(run, workdir):
         run.wait_for(lambda: step in saved_steps(workdir))
@@ -94,7 +106,7 @@ def moments(seconds, rng):
         run.wait_for(lambda: step in saved_steps(workdir))
         run.wait_for(lambda: not unfinished_save(workdir))
 
-    yield "compiling", True, in_compilation
+    yield "compiling", True, after("Compiling", into_compilation)
     yield "saving", False, in_save
     yield "stepping", False, between_saves
 
