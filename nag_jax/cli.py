@@ -150,7 +150,7 @@ def _run(main: Callable[..., int | None], takes_config: bool, argv: list[str]) -
 
 def _load(arguments: Arguments) -> ConfigDict:
     overrides = config_lib.load_config_file(arguments.config_file)
-    return config_lib.resolve(overrides, arguments.overrides)
+    return config_lib.with_absolute_paths(config_lib.resolve(overrides, arguments.overrides))
 
 
 def _parse_flags(argv: list[str]) -> flags.FlagValues:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import sysconfig
 import warnings
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,7 @@ __all__ = [
     "to_json",
     "validate",
     "validate_devices",
+    "with_absolute_paths",
 ]
 
 
@@ -100,6 +102,9 @@ def shared_defaults() -> dict[str, Any]:
         "metrics": {"tensorboard": True, "wandb_project": ""},
     }
 
+
+# Leaves that name files or folders.
+PATH_KEYS = ("data.source.paths", "data.tokenizer.path", "data.cache_folder")
 
 # What `smoke` sets where the config has the leaf: any model, in seconds on a laptop.
 SMOKE: dict[str, Leaf] = {
@@ -273,6 +278,24 @@ def _split_assignment(item: str) -> tuple[str, str]:
     if not equals:
         raise UserError(f"{item!r} must have the form key=value")
     return key, text
+
+
+def with_absolute_paths(config: ConfigDict) -> ConfigDict:
+    """The config with its files named absolutely, so that it holds from any working folder."""
+
+    def absolute(path: str) -> str:
+        return path if "://" in path else os.path.abspath(os.path.expanduser(path))
+
+    leaves = flatten(config)
+    for key in PATH_KEYS:
+        value = leaves.get(key)
+        if value and isinstance(value, tuple):
+            leaves[key] = tuple(absolute(path) if path else path for path in value)
+        elif value:
+            leaves[key] = absolute(value)
+    config = ConfigDict(nest(leaves))
+    config.lock()
+    return config
 
 
 def _leaves_of_kinds(kinds: Mapping[str, str], shared: Mapping[str, Leaf]) -> dict[str, Leaf]:

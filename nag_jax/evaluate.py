@@ -146,7 +146,7 @@ def main(config, flag_values) -> int:
         whole_files = texts.whole_files
     else:
         result = run.evaluate_validation(flag_values.batch_size)
-        corpus = f"{run.config.data.source.kind}, {run.fingerprint}"
+        corpus = run.corpus_fingerprint
         by = flag_values.by or "corpus"
         one_a_file = run.config.data.source.kind in ("python_stdlib", "text")
         whole_files = set(result.document_names) if one_a_file else set()

@@ -53,7 +53,10 @@ def main(config, flag_values) -> int:
     show(flag_values.prompt)
     result = run.generate(flag_values.prompt, **settings, on_text=show)
     show("\n")
-    print(f"[step {run.step}: {REASONS[result.stop]}]", file=sys.stderr)
+    print(
+        f"[step {run.step}, corpus {run.corpus_fingerprint}: {REASONS[result.stop]}]",
+        file=sys.stderr,
+    )
     return 0
 
 

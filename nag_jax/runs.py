@@ -33,9 +33,11 @@ class Run:
         model: The model, as pure functions of parameters.
         params: Parameters on the mesh.
         tokenizer: The run's tokenizer.
-        step: Optimizer steps behind the parameters.
+        step: Optimizer steps of the run at this checkpoint.
+        age: Optimizer steps behind the parameters, those of runs it started from included.
         mesh: Where the parameters live.
-        fingerprint: Fingerprint of the corpus it was trained on.
+        fingerprint: Fingerprint of the rows it was trained on (texts, tokenizer, length, split).
+        corpus_fingerprint: Fingerprint of the texts alone, to compare across tokenizers.
     """
 
     config: ConfigDict
@@ -43,8 +45,10 @@ class Run:
     params: dict[str, Any]
     tokenizer: Any
     step: int
+    age: int
     mesh: Mesh
     fingerprint: str
+    corpus_fingerprint: str
 
     def logits(self, tokens: Any, segment_ids: Any = None) -> jax.Array:
         """Next-token logits.
@@ -62,7 +66,7 @@ class Run:
             segment_ids = jnp.ones_like(batched)
         with jax.set_mesh(self.mesh):
             out = _logits(self.model)(
-                self.params, batched, jnp.asarray(segment_ids, jnp.int32), self.step
+                self.params, batched, jnp.asarray(segment_ids, jnp.int32), self.age
             )
         return out[0] if tokens.ndim == 1 else out
 
@@ -101,7 +105,7 @@ class Run:
         return self._score(prepared.validation, batch_size)
 
     def _score(self, rows: Any, batch_size: int) -> Evaluation:
-        return _evaluator(self.model, self.mesh, batch_size)(self.params, rows, self.step)
+        return _evaluator(self.model, self.mesh, batch_size)(self.params, rows, self.age)
 
     def bits_per_byte(self, texts: Iterable[str]) -> float:
         """Bits per byte of some texts, taken together."""
@@ -124,7 +128,7 @@ class Run:
             self.params,
             self.tokenizer,
             prompt,
-            step=self.step,
+            step=self.age,
             mesh=self.mesh,
             context=self.config.data.row_length,
             max_tokens=max_tokens,
@@ -186,12 +190,15 @@ def load_run(
     model = build_model(config, tokenizer.vocab_size)
     mesh = single_device_mesh() if mesh is None else mesh
     _, arrays = reader.restore(step, {"params": abstract_params(model, mesh, dtype)})
+    fingerprint, corpus_fingerprint = start.read_fingerprints(documents)
     return Run(
         config=config,
         model=model,
         params=arrays["params"],
         tokenizer=tokenizer,
         step=step,
+        age=start.read_age(documents),
         mesh=mesh,
-        fingerprint=start.read_fingerprint(documents),
+        fingerprint=fingerprint,
+        corpus_fingerprint=corpus_fingerprint,
     )

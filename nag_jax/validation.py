@@ -177,6 +177,12 @@ def validate_devices(config: ConfigDict, num_devices: int) -> None:
             f"train.batch_size must be a multiple of {multiple} (such as "
             f"{_numbers(_near_multiples(batch, multiple))})"
         )
+    fsdp = mesh_shape(config.mesh, num_devices)[1]
+    if config.model.d_model % fsdp:
+        raise UserError(
+            f"model.d_model={config.model.d_model} cannot be split over mesh.fsdp={fsdp}: it must "
+            f"be a multiple (such as {_numbers(_near_multiples(config.model.d_model, fsdp))})"
+        )
     if config.evaluation.batch_size % shards:
         raise UserError(
             f"evaluation.batch_size={config.evaluation.batch_size} rows cannot be shared equally "

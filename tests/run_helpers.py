@@ -257,8 +257,8 @@ def assert_same_run(workdir: pathlib.Path, other: pathlib.Path, step: int) -> No
 
 
 def results(workdir: pathlib.Path) -> list[dict[str, float]]:
-    """The lines of metrics without what depends on time."""
-    timed = ("throughput/", "checkpoint/")
+    """The lines of metrics without what depends on time, and without the corpus' name."""
+    timed = ("throughput/", "checkpoint/", "corpus")
     lines = [
         {name: value for name, value in line.items() if not name.startswith(timed)}
         for line in read_metrics(workdir)

@@ -68,7 +68,7 @@ class Evaluation:
         if self.dead_gate_share is not None:
             flat["validation/dead_gate_share"] = self.dead_gate_share
         for name, values in self.taps.items():
-            flat |= {f"taps/{name}/{i:03d}": value for i, value in enumerate(values)}
+            flat |= {f"validation/taps/{name}/{i:03d}": value for i, value in enumerate(values)}
         return flat
 
 

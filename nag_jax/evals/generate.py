@@ -70,7 +70,7 @@ def choose_token(
 def _sampler(model: LanguageModel) -> Callable:
     def sample(params, tokens, length, step, key, temperature, top_k, top_p):
         # Positions after `length` cannot be seen from before it.
-        logits = model.logits(params, tokens[None], None, step)[0, length - 1]
+        logits = model.next_logits(params, tokens[None], length - 1, step)[0]
         key = jax.random.fold_in(key, length)
         return choose_token(logits, key, temperature, top_k, top_p)
 

@@ -232,6 +232,22 @@ class LanguageModel:
             return jnp.ones((), jnp.float32)
         return jnp.minimum(1.0, (jnp.asarray(step, jnp.float32) + 1) / self.warmup_steps)
 
+    def next_logits(
+        self,
+        params: dict[str, Any],
+        tokens: Int[Array, "B T"],
+        position: Int[Array, ""],
+        step: Array | int,
+    ) -> Float[Array, "B V"]:
+        """Logits of the token after `position` alone, for rows that are one document each."""
+        module, hidden, log_scale, _ = self._forward(
+            params, tokens, jnp.ones_like(tokens), jnp.ones(tokens.shape, bool), step, False
+        )
+        hidden, log_scale = (
+            jax.lax.dynamic_slice_in_dim(x, position, 1, axis=1) for x in (hidden, log_scale)
+        )
+        return module.logits_of()(hidden, log_scale)[:, 0, : self.vocab_size]
+
     def _forward(self, params, tokens, segment_ids, valid, step, taps):
         module = self.module(params)
         context = Context(

@@ -326,6 +326,7 @@ class Checkpoints(CheckpointReader):
         self._pending: _Pending | None = None
         self._failure: SaveFailed | None = None
         logging.getLogger("absl").addFilter(_no_orbax_traceback)
+        logging.getLogger("asyncio").addFilter(_no_sibling_of_a_failed_write)
         _drop_late_writes()
 
     @property
@@ -446,13 +447,13 @@ class Checkpoints(CheckpointReader):
         self._damaged.pop(step, None)
         self._verified.pop(step, None)
         self._pending = None
-        for step in self._metrics.keys() - self._kept():
+        for step in self._metrics.keys() - self._damaged.keys() - self._kept():
             del self._metrics[step]
             if self._primary:
                 self._delete(step)
 
     def _kept(self) -> set[int]:
-        steps = sorted(self._metrics)
+        steps = sorted(self._metrics.keys() - self._damaged.keys())
         measured = [step for step in reversed(steps) if self._metrics[step] is not None]
         best = sorted(measured, key=self._metrics.__getitem__)[: self._keep_best]
         marked = [step for step in steps if self.is_marked(step)]
@@ -615,6 +616,12 @@ def _drop_late_writes() -> None:
             before(unraisable)
 
     sys.unraisablehook = hook
+
+
+def _no_sibling_of_a_failed_write(record: logging.LogRecord) -> bool:
+    """Drops what asyncio says of writes that failed beside the one that SaveFailed tells of."""
+    error = record.exc_info[1] if record.exc_info else None
+    return "never retrieved" not in record.getMessage() or "[os_error_code=" not in str(error)
 
 
 def _no_orbax_traceback(record: logging.LogRecord) -> bool:

@@ -75,6 +75,8 @@ class StopRequest:
             if number == signal.SIGINT and self.signal is not None:
                 raise KeyboardInterrupt
             self.signal = number
+            again = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
+            print(f"{signal.Signals(number).name}: stopping after this step{again}.", flush=True)
 
         old = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -112,6 +114,7 @@ def train(
     reader = CheckpointReader(workdir / FOLDER_NAME, say=lambda text: None)
     start.check_start(reader, config, init_from)
     prepared = store.prepare(config.data)
+    start.check_rows(reader, config, init_from, prepared)
     for line in prepared.summary_lines():
         print(line)
     mesh = make_mesh(config.mesh, devices)
@@ -163,7 +166,7 @@ class _Stretch:
         self.config, self.workdir, self.checkpoints = config, workdir, checkpoints
         self.prepared, self.branched = prepared, branched
         self.step, self.rows = position.step, position.rows_consumed
-        self.first_step = position.step
+        self.first_step, self.earlier_age = position.step, position.age - position.step
         self.stop = StopRequest()
         self.sharding = rules.batch_sharding(mesh)
         self.evaluate = make_evaluator(model, mesh, config.evaluation.batch_size)
@@ -177,6 +180,7 @@ class _Stretch:
                 tensorboard=config.metrics.tensorboard,
                 wandb_project=config.metrics.wandb_project,
                 config=config.to_dict(),
+                corpus=prepared.corpus_fingerprint,
             )
         except RunFailed as error:
             raise RunFailed(f"{error}; {self._saved()}") from error
@@ -282,25 +286,33 @@ class _Stretch:
         last = step == config.train.steps
         metric = None
         with self.progress.paused():
-            evaluates = bool(self.prepared.validation.document_names)
-            if evaluates and (last or step % config.evaluation.every == 0):
-                self.evaluation = self.evaluate(state.params, self.prepared.validation, step)
+            saves = last or step % config.checkpoint.every == 0 or self.checkpoints.is_marked(step)
+            # "Best" means nothing for a checkpoint that was not evaluated.
+            evaluates = (
+                last
+                or step % config.evaluation.every == 0
+                or (saves and config.checkpoint.keep_best > 0)
+            )
+            if evaluates and self.prepared.validation.document_names:
+                self.evaluation = self.evaluate(
+                    state.params, self.prepared.validation, step + self.earlier_age
+                )
                 metric = self.evaluation.bits_per_byte
                 self.writer.write(step, self.evaluation.metrics())
                 self.progress.print(
                     f"step {step}: validation {metric:.4f} bits per byte, "
                     f"{self.evaluation.loss:.4f} nats per token"
                 )
-            if last or step % config.checkpoint.every == 0 or self.checkpoints.is_marked(step):
+            if saves:
                 self._save(state, metric)
 
     def _save(self, state: TrainState, metric: float | None) -> None:
         began = time.perf_counter()
-        position = start.Position(self.step, self.rows)
+        position = start.Position(self.step, self.rows, self.step + self.earlier_age)
         self.checkpoints.save(
             self.step,
             {item: getattr(state, item) for item in start.ITEMS},
-            self.documents | {start.POSITION_FILE: position.to_json(self.prepared.fingerprint)},
+            self.documents | {start.POSITION_FILE: position.to_json(self.prepared)},
             metric,
         )
         self.writer.write(self.step, {"checkpoint/stall_seconds": time.perf_counter() - began})
@@ -345,7 +357,8 @@ class _Profiler:
     def __init__(self, config: ConfigDict, folder: epath.Path, first_step: int):
         self.folder = folder
         begin = config.train.profile_start
-        self.begin = max(begin, first_step) if begin >= 0 else None
+        # A run that goes on after its window has its profile already.
+        self.begin = begin if begin >= max(first_step, 0) else None
         self.end = None if self.begin is None else self.begin + config.train.profile_steps
         self.running = False
 

@@ -33,6 +33,7 @@ class MetricsWriter:
         tensorboard: bool = False,
         wandb_project: str = "",
         config: Mapping[str, Any] | None = None,
+        corpus: str = "",
     ):
         """Opens the files in `workdir`, dropping what lies after the step the run resumes from.
 
@@ -43,12 +44,13 @@ class MetricsWriter:
           tensorboard: whether to write event files in `workdir/tensorboard`.
           wandb_project: the Weights & Biases project; "" for none.
           config: shown with the run in Weights & Biases.
+          corpus: fingerprint of the corpus, put into every line.
 
         Raises:
           RunFailed: the disk takes no more, or the files cannot be opened.
           UserError: Weights & Biases is asked for and not installed.
         """
-        self._workdir = workdir
+        self._workdir, self._corpus = workdir, corpus
         self._file = self._events = self._wandb = None
         if jax.process_index() != 0:
             return
@@ -77,6 +79,8 @@ class MetricsWriter:
             return
         values = {name: float(value) for name, value in metrics.items()}
         line = {"step": int(step), **{name: _encode(value) for name, value in values.items()}}
+        if self._corpus:
+            line["corpus"] = self._corpus
         try:
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
@@ -152,7 +156,8 @@ def read_metrics(path: epath.PathLike) -> list[dict[str, float]]:
       path: the run's folder, or the JSON lines file itself.
 
     Returns:
-      One dict per line, in order, with "step" (an int) and the metrics of that line.
+      One dict per line, in order, with "step" (an int), "corpus" (its fingerprint) and the
+      metrics of that line.
 
     Raises:
       UserError: there is no such file.
@@ -166,8 +171,14 @@ def read_metrics(path: epath.PathLike) -> list[dict[str, float]]:
 
 
 def _drop_after(path: epath.Path, last_step: int) -> None:
-    """Rewrites the file without lines of later steps and without torn ones, in one rename."""
+    """Rewrites the file without lines of later steps and without torn ones, in one rename.
+
+    A run that starts afresh where another left its metrics puts them aside.
+    """
     if not path.exists():
+        return
+    if last_step < 0:
+        path.replace(path.with_name(path.name + ".old"))
         return
     before = path.read_text()
     kept = [record for record in _records(before) if record["step"] <= last_step]
@@ -197,7 +208,8 @@ def _encode(value: float) -> float | str:
 
 
 def _decode(record: dict[str, Any]) -> dict[str, float]:
-    return {name: value if name == "step" else float(value) for name, value in record.items()}
+    labels = ("step", "corpus")
+    return {name: value if name in labels else float(value) for name, value in record.items()}
 
 
 def _open_wandb(workdir: epath.Path, project: str, config: Mapping[str, Any] | None) -> Any:

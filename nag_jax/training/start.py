@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 from nag_jax import config as config_lib
 from nag_jax.errors import UserError
 from nag_jax.models.transformer import LanguageModel
+from nag_jax.parameters import flatten
 from nag_jax.training.checkpoints import (
     CheckpointReader,
     Checkpoints,
@@ -59,14 +60,25 @@ RESUMABLE_KEYS = (
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where a run stands: optimizer steps done and rows of the training order consumed."""
+    """Where a run stands.
+
+    Attributes:
+        step: Optimizer steps done.
+        rows_consumed: Rows of the training order consumed.
+        age: Optimizer steps behind the parameters, those of runs it started from included.
+    """
 
     step: int
     rows_consumed: int
+    age: int
 
-    def to_json(self, fingerprint: str) -> str:
-        """The checkpoint's document of it, with the fingerprint of the corpus it counts in."""
-        return json.dumps(dataclasses.asdict(self) | {"fingerprint": fingerprint}, indent=1)
+    def to_json(self, prepared: Any) -> str:
+        """The checkpoint's document of it, with the fingerprints of the corpus it counts in."""
+        corpus = {
+            "fingerprint": prepared.fingerprint,
+            "corpus_fingerprint": prepared.corpus_fingerprint,
+        }
+        return json.dumps(dataclasses.asdict(self) | corpus, indent=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,23 +144,19 @@ def check_start(
 ) -> None:
     """Refuses to start from what is not there, or to go on under a config of another run.
 
+    `--init_from` counts only while there is no checkpoint yet, so that the same command, started
+    again, goes on.
+
     Raises:
         UserError: The config differs in a key that matters (the differences are listed), no
-            checkpoint is intact, `--init_from` names a start for a folder that has one, or
-            there is no checkpoint where it points.
+            checkpoint is intact, or there is none where `--init_from` points.
     """
     if checkpoints.is_empty():
         if init_from is not None:
             _source(init_from)
         return
-    if init_from is not None:
-        raise UserError(
-            f"--init_from starts a new run, but {checkpoints.folder} holds checkpoints already: "
-            "choose another --workdir, or leave --init_from out to go on with this run"
-        )
     # The arrays are left for the restore to check: they may be large.
-    saved = checkpoints.read_documents(checkpoints.newest())[CONFIG_FILE].decode()
-    saved = config_lib.from_json(saved, allow_user_kinds=True)
+    saved = _saved_config(checkpoints.read_documents(checkpoints.newest()), config)
     different = [
         line for line in config_lib.diff(saved, config) if not line.startswith(RESUMABLE_KEYS)
     ]
@@ -158,6 +166,43 @@ def check_start(
             + "; ".join(different)
             + ". Use another --workdir, with --init_from to start from this run's weights"
         )
+
+
+def check_rows(
+    checkpoints: CheckpointReader, config: ConfigDict, init_from: InitFrom | None, prepared: Any
+) -> None:
+    """Refuses to go on in the order of rows that are not those of the checkpoint.
+
+    Raises:
+        UserError: The corpus or, for `--carry=data`, the seed differs.
+    """
+    if not checkpoints.is_empty():
+        step = checkpoints.newest()
+        where = f"step {step} of {checkpoints.folder}"
+        _read_position(checkpoints.read_documents(step), prepared, where)
+    elif init_from is not None and "data" in init_from.carry:
+        source, step = _source(init_from)
+        step = source.newest() if step is None else step
+        where, documents = f"step {step} of {source.folder}", source.read_documents(step)
+        seed = json.loads(documents[CONFIG_FILE])["seed"]
+        if seed != config.seed:
+            raise UserError(
+                f"--carry=data goes on in the order of the rows of {where}, which its seed {seed} "
+                f"decides, but seed={config.seed}: give the same seed, or do not carry data"
+            )
+        _read_position(documents, prepared, where)
+
+
+def _saved_config(documents: dict[str, bytes], config: ConfigDict) -> ConfigDict:
+    """A checkpoint's config; classes of a user's own are imported only if `config` names them."""
+    text = documents[CONFIG_FILE].decode()
+    asked = _kinds(config.to_dict())
+    own = all(kind in asked for kind in _kinds(json.loads(text)) if ":" in kind)
+    return config_lib.from_json(text, allow_user_kinds=own)
+
+
+def _kinds(tree: dict[str, Any]) -> set[str]:
+    return {value for path, value in flatten(tree).items() if path.split("/")[-1] == "kind"}
 
 
 def start_state(
@@ -178,18 +223,17 @@ def start_state(
         return _resume(checkpoints, config, model, optimizer, mesh, prepared)
     state = initialise(model, optimizer, config.seed, mesh)
     if init_from is None:
-        return state, Position(0, 0)
-    return _branch(state, init_from, config, prepared)
+        return state, Position(0, 0, 0)
+    return _branch(state, init_from, prepared)
 
 
 def _resume(checkpoints, config, model, optimizer, mesh, prepared):
     abstract = abstract_state(model, optimizer, mesh)
     step, arrays = checkpoints.restore(None, {item: getattr(abstract, item) for item in ITEMS})
     documents = checkpoints.read_documents(step)
-    position = _read_position(documents, prepared, f"{checkpoints.folder}, step {step}")
+    position = _read_position(documents, prepared, f"step {step} of {checkpoints.folder}")
     print(f"Going on from step {step} of {config.train.steps} in {checkpoints.folder}.")
-    saved = config_lib.from_json(documents[CONFIG_FILE].decode(), allow_user_kinds=True)
-    changed = config_lib.diff(saved, config)
+    changed = config_lib.diff(_saved_config(documents, config), config)
     meshes = [
         ", ".join(f"{axis} {length}" for axis, length in shape.items())
         for shape in (json.loads(documents[MESH_FILE]), dict(mesh.shape))
@@ -201,12 +245,10 @@ def _resume(checkpoints, config, model, optimizer, mesh, prepared):
             f"Changed since it was saved: {'; '.join(changed)}. The rows and their order stay the "
             "same, and results up to rounding."
         )
-    return _state(arrays, step, mesh, abstract), position
+    return TrainState(**arrays, **_counters(position, abstract)), position
 
 
-def _branch(
-    state: TrainState, init_from: InitFrom, config: ConfigDict, prepared: Any
-) -> tuple[TrainState, Position]:
+def _branch(state: TrainState, init_from: InitFrom, prepared: Any) -> tuple[TrainState, Position]:
     source, step = _source(init_from)
     values = {item: getattr(state, item) for item in init_from.items}
     step, arrays, carried = source.restore_matching(step, values)
@@ -226,16 +268,10 @@ def _branch(
         print("  NOTE: that run had another tokenizer, so its embeddings belong to other tokens")
     if "opt_state" in arrays:
         arrays["opt_state"] = _rewind_schedules(arrays["opt_state"])
-    position = Position(0, 0)
-    if "data" in init_from.carry:
-        seed = json.loads(documents[CONFIG_FILE])["seed"]
-        if seed != config.seed:
-            raise UserError(
-                f"--carry=data goes on in the order of the rows of {where}, which its seed {seed} "
-                f"decides, but seed={config.seed}: give the same seed, or do not carry data"
-            )
-        position = Position(0, _read_position(documents, prepared, where).rows_consumed)
-    return dataclasses.replace(state, **arrays), position
+    saved = _position(documents)
+    rows = saved.rows_consumed if "data" in init_from.carry else 0
+    position = Position(0, rows, saved.age)
+    return dataclasses.replace(state, **arrays, **_counters(position, state)), position
 
 
 def _source(init_from: InitFrom) -> tuple[CheckpointReader, int | None]:
@@ -271,20 +307,29 @@ def _rewind_schedules(opt_state: Any) -> Any:
 
 
 def _read_position(documents: dict[str, bytes], prepared: Any, where: str) -> Position:
-    saved = json.loads(documents[POSITION_FILE])
-    fingerprint = saved.pop("fingerprint")
+    fingerprint = read_fingerprints(documents)[0]
     if fingerprint != prepared.fingerprint:
         raise UserError(
             f"the corpus has changed since {where} was saved (fingerprint {fingerprint} then, "
-            f"{prepared.fingerprint} now): its rows would not be the same; restore the files, or "
-            "start a new run with --init_from"
+            f"{prepared.fingerprint} now), and its rows would not be the same: restore the files, "
+            "or start a new run with --init_from that does not carry data"
         )
-    return Position(**saved)
+    return _position(documents)
 
 
-def _state(arrays: dict[str, Any], step: int, mesh: Mesh, abstract: TrainState) -> TrainState:
-    counter = jax.device_put(jnp.asarray(step, jnp.int32), abstract.step.sharding)
-    return TrainState(arrays["params"], arrays["opt_state"], arrays["balance"], counter)
+def _position(documents: dict[str, bytes]) -> Position:
+    saved = json.loads(documents[POSITION_FILE])
+    return Position(**{field.name: saved[field.name] for field in dataclasses.fields(Position)})
+
+
+def _counters(position: Position, like: TrainState) -> dict[str, jax.Array]:
+    """The counters of a state at a position, placed as those of `like`."""
+    return {
+        name: jax.device_put(
+            jnp.asarray(getattr(position, name), jnp.int32), getattr(like, name).sharding
+        )
+        for name in ("step", "age")
+    }
 
 
 def restore_folder(documents: dict[str, bytes], prefix: str, folder: epath.Path) -> None:
@@ -296,6 +341,12 @@ def restore_folder(documents: dict[str, bytes], prefix: str, folder: epath.Path)
             path.write_bytes(content)
 
 
-def read_fingerprint(documents: dict[str, bytes]) -> str:
-    """Fingerprint of the corpus that a checkpoint's run was trained on."""
-    return json.loads(documents[POSITION_FILE])["fingerprint"]
+def read_fingerprints(documents: dict[str, bytes]) -> tuple[str, str]:
+    """Fingerprints of a checkpoint's rows, and of the texts alone that they came from."""
+    saved = json.loads(documents[POSITION_FILE])
+    return saved["fingerprint"], saved["corpus_fingerprint"]
+
+
+def read_age(documents: dict[str, bytes]) -> int:
+    """Optimizer steps behind a checkpoint's parameters."""
+    return _position(documents).age

@@ -26,12 +26,15 @@ class TrainState:
         balance: State that is neither: read by the forward pass and updated once per optimizer step
             from summed taps. Empty for models without such parts.
         step: Optimizer steps done, int32.
+        age: Optimizer steps behind the parameters, those of runs that this one started from
+            included, int32; the warm-up of gains goes by it.
     """
 
     params: dict[str, Any]
     opt_state: Any
     balance: dict[str, Any]
     step: jax.Array
+    age: jax.Array
 
 
 def purpose_key(seed: int, step: int, purpose: str) -> jax.Array:
@@ -45,7 +48,8 @@ def initial_state(
 ) -> TrainState:
     """Fresh parameters and optimizer state; a pure function of the seed."""
     params = model.init(purpose_key(seed, 0, "init"))
-    return TrainState(params, optimizer.init(params), {}, jnp.zeros((), jnp.int32))
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(params, optimizer.init(params), {}, step=zero, age=zero)
 
 
 def abstract_params(model: LanguageModel, mesh: Mesh, dtype: Any = None) -> dict[str, Any]:
@@ -84,8 +88,8 @@ def abstract_state(
         shapes.opt_state,
         shardings,
     )
-    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
-    return TrainState(params, opt_state, {}, step)
+    counter = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
+    return TrainState(params, opt_state, {}, step=counter, age=counter)
 
 
 def initialise(

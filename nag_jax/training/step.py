@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from nag_jax.models.transformer import LanguageModel
 from nag_jax.sharding import rules
@@ -57,14 +58,14 @@ def train_step(
         sub-layer.
     """
 
-    def loss(params, micro_batch, step):
-        sums = batch_sums(model, params, micro_batch, step, taps)
+    def loss(params, micro_batch, age):
+        sums = batch_sums(model, params, micro_batch, age, taps)
         return sums["nats"], sums
 
     def step_function(state: TrainState, batch: Batch):
         gradient_of = jax.grad(loss, has_aux=True)
         if accumulation == 1:
-            gradient, sums = gradient_of(state.params, batch, state.step)
+            gradient, sums = gradient_of(state.params, batch, state.age)
         else:
             micro_batches = jax.tree.map(
                 lambda x: rules.constrain(
@@ -77,11 +78,11 @@ def train_step(
             )
 
             def add(total, micro_batch):
-                new = gradient_of(state.params, micro_batch, state.step)
+                new = gradient_of(state.params, micro_batch, state.age)
                 return jax.tree.map(jnp.add, total, new), None
 
             shapes = jax.eval_shape(
-                gradient_of, state.params, jax.tree.map(lambda x: x[0], micro_batches), state.step
+                gradient_of, state.params, jax.tree.map(lambda x: x[0], micro_batches), state.age
             )
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
             (gradient, sums), _ = jax.lax.scan(add, zeros, micro_batches)
@@ -114,7 +115,8 @@ def train_step(
                 (params, opt_state),
                 (state.params, state.opt_state),
             )
-        return TrainState(params, opt_state, state.balance, state.step + 1), metrics
+        new = TrainState(params, opt_state, state.balance, state.step + 1, state.age + 1)
+        return new, metrics
 
     return step_function
 
@@ -130,6 +132,6 @@ def jit_train_step(
     return jax.jit(
         step_function,
         in_shardings=(shardings, rules.batch_sharding(mesh)),
-        out_shardings=(shardings, None),
+        out_shardings=(shardings, NamedSharding(mesh, P())),
         donate_argnums=0,
     )

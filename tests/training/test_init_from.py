@@ -189,9 +189,10 @@ def test_an_at_sign_in_a_folder_is_not_a_step():
     assert start.parse_init_from("me@home/run@7", ("params",)).step == 7
 
 
-def test_a_folder_with_checkpoints_is_refused(place, source, tmp_path):
+def test_the_same_command_goes_on(place, source, tmp_path):
+    """A requeued job starts again with the flags it had."""
     # The real binary, since nothing else here reads these flags.
     flags = (f"--init_from={source}", "--carry=params,opt")
     done = place.run(source, KEYS, *flags)
-    assert done.returncode == 2
-    assert "--init_from starts a new run, but" in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 0, done.stderr
+    assert "Going on from step" in done.stdout and "Starting from" not in done.stdout
