@@ -90,7 +90,6 @@ def main(folder):
         if shape == (2, 4):
             bits = reference.bits_per_byte(["some text"])
             np.testing.assert_allclose(run.bits_per_byte(["some text"]), bits, rtol=1e-5)
-            assert len(run.generate("so", max_tokens=2, temperature=0).tokens) == 2
     print("all meshes agree")
 
 
