@@ -46,10 +46,11 @@ def test_two_runs_and_a_report(tmp_path, monkeypatch):
 def test_mistakes_come_before_the_work(tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "file").write_text("precious")
-    with folder_unchanged(tmp_path):
-        done = call("demo", f"--out={tmp_path}/file")
-        assert_refused(done, f"--out={tmp_path}/file")
-        done = call("demo", f"--out={tmp_path}/file/report")
-        assert_refused(done, "Not a directory")
+    place = tmp_path / "place"
+    place.mkdir()
+    (place / "file").write_text("precious")
+    runs = f"--runs={place}/runs"
+    with folder_unchanged(place):
+        assert_refused(call("demo", runs, f"--out={place}/file"), f"--out={place}/file")
+        assert_refused(call("demo", runs, f"--out={place}/file/report"), "Not a directory")
         assert_refused(call("demo", "--config=configs/demo.py"), "takes no --config")
