@@ -14,7 +14,14 @@ def get_config(arg: str = "") -> ConfigDict:
     config = ConfigDict(
         {
             "data": {"tokenizer": {"kind": "bpe"}},
-            "model": {"connection": {"kind": "nag"}},
+            "model": {
+                # A short run has no time to learn a confident scale from 1.
+                "connection": {"kind": "nag", "encode_gain_init": 5.0, "alpha_warmup_steps": 30},
+            },
+            "optimizer": {
+                "learning_rate": 5e-3,
+                "rate_multiplier": {"embedding": 15.0, "scale": 10.0},
+            },
         }
     )
     return smoke(config) if args.smoke else config

@@ -1,4 +1,6 @@
-"""The pre-norm twin of `nag_small.py`: the same data, branches, optimizer and steps.
+"""The pre-norm twin of `nag_small.py`: the same data, branches, matrix rates and steps.
+
+Embeddings have the rate that suits rows of this size; NAG's have another.
 
 Argument: `smoke` (seconds).
 """
@@ -15,6 +17,7 @@ def get_config(arg: str = "") -> ConfigDict:
         {
             "data": {"tokenizer": {"kind": "bpe"}},
             "model": {"connection": {"kind": "prenorm"}},
+            "optimizer": {"learning_rate": 5e-3, "rate_multiplier": {"embedding": 8.0}},
         }
     )
     return smoke(config) if args.smoke else config

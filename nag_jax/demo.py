@@ -25,7 +25,7 @@ _SMOKE = flags.DEFINE_bool("smoke", False, "shrink everything to run in seconds"
 
 CONFIG = "configs/demo.py"
 MODELS = {"NAG": "nag", "pre-norm": "prenorm"}
-PROMPT = "def read_lines(path):\n"
+PROMPT = "import os\nimport re\n\ndef read_lines(path):\n    "
 SAMPLE_TOKENS = 120
 
 

@@ -482,8 +482,9 @@ class Checkpoints(CheckpointReader):
 
 
 def absolute(path: epath.PathLike) -> epath.Path:
-    """The path with `~` expanded, made absolute."""
-    return epath.Path(path).expanduser().absolute()
+    """The path with `~` expanded, made absolute; remote paths ("gs://...") stay as they are."""
+    expanded = epath.Path(path).expanduser()
+    return expanded if "://" in str(path) else expanded.absolute()
 
 
 def find_checkpoint(path: epath.PathLike) -> tuple[epath.Path, int | None]:

@@ -167,7 +167,7 @@ def read_metrics(path: epath.PathLike) -> list[dict[str, float]]:
         path = path / FILE_NAME
     if not path.exists():
         raise UserError(f"there are no metrics at {path}")
-    return [_decode(record) for record in _records(path.read_text())]
+    return [_decode(record) for record in _records(_text(path))]
 
 
 def _drop_after(path: epath.Path, last_step: int) -> None:
@@ -180,13 +180,18 @@ def _drop_after(path: epath.Path, last_step: int) -> None:
     if last_step < 0:
         path.replace(path.with_name(path.name + ".old"))
         return
-    before = path.read_text()
+    before = _text(path)
     kept = [record for record in _records(before) if record["step"] <= last_step]
     after = "".join(json.dumps(record) + "\n" for record in kept)
     if after != before:
         replacement = path.with_name(path.name + ".tmp")
         replacement.write_text(after)
         replacement.replace(path)
+
+
+def _text(path: epath.Path) -> str:
+    """The file's text; a line that is damaged to the point of not being text is left out later."""
+    return path.read_bytes().decode(errors="replace")
 
 
 def _records(text: str) -> list[dict[str, Any]]:

@@ -278,6 +278,11 @@ def _source(init_from: InitFrom) -> tuple[CheckpointReader, int | None]:
     """The reader of the other run's checkpoints, and the step asked for."""
     folder, step_in_path = find_checkpoint(init_from.path)
     source = CheckpointReader(folder)
+    if None not in (init_from.step, step_in_path) and init_from.step != step_in_path:
+        raise UserError(
+            f"--init_from asks for step {init_from.step}, but {init_from.path} is step "
+            f"{step_in_path}"
+        )
     step = init_from.step if init_from.step is not None else step_in_path
     if step is not None:
         source.read_documents(step)
