@@ -54,6 +54,11 @@ class GroupedQueryAttention(nnx.Module):
         }
 
     @staticmethod
+    def implementations() -> list[tuple[str, str, str]]:
+        """(operation, implementation, reason), for the header of a run."""
+        return [("attention", "chunked", "memory linear in the row length, isolates documents")]
+
+    @staticmethod
     def context_flops(options: ConfigDict, length: int) -> float:
         """Forward FLOPs of one token in logits and values, averaged over causal positions."""
         return 4.0 * options.num_heads * options.head_dim * (length + 1) / 2

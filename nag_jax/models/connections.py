@@ -21,7 +21,7 @@ from nag_jax.models.initializers import fan_in_normal
 from nag_jax.models.linear import scores
 from nag_jax.models.norms import RMSNorm, root_mean_square
 from nag_jax.parameters import declare
-from pallas_kernels import nag_update
+from pallas_kernels.nag_update import choose, nag_update
 
 Stream = tuple[jax.Array, ...]
 
@@ -94,6 +94,11 @@ class NormAgnostic(nnx.Module):
     def rate_multipliers() -> dict[str, float]:
         """Learning rate of this kind's roles of parameters, relative to that of matrices."""
         return {"gate": 0.1}
+
+    @staticmethod
+    def implementations() -> list[tuple[str, str, str]]:
+        """(operation, implementation, reason), for the header of a run."""
+        return [("residual update", *choose())]
 
     @staticmethod
     def warmup_steps(options: ConfigDict) -> int:

@@ -24,7 +24,7 @@ def _down_projection(hidden: int, d_model: int, rngs: nnx.Rngs) -> nnx.Param:
 
 
 class MLP(nnx.Module):
-    """W_down gelu(W_up x)."""
+    """W_down gelu(W_up x), GELU in its tanh form."""
 
     @staticmethod
     def defaults() -> dict[str, Any]:

@@ -7,16 +7,18 @@ from rich.console import Console
 from rich.table import Table
 
 from nag_jax.analysis.flops import model_table
+from nag_jax.kinds import kind_class
 from nag_jax.models.transformer import LanguageModel
 from nag_jax.training.state import abstract_state
-from pallas_kernels.nag_update import choose
 
 
 def implementations(config: ConfigDict) -> list[tuple[str, str, str]]:
-    """(operation, implementation, reason) of every operation that has a choice."""
-    chosen = [("attention", "chunked", "memory linear in the row length, isolates documents")]
-    if config.model.connection.kind == "nag":
-        chosen.append(("residual update", *choose()))
+    """(operation, implementation, reason) as the chosen kinds of parts tell them, where they do."""
+    chosen = []
+    for name in ("attention", "feedforward", "connection"):
+        kind = kind_class(f"model.{name}", config.model[name].kind)
+        if hasattr(kind, "implementations"):
+            chosen += kind.implementations()
     return chosen
 
 

@@ -317,6 +317,22 @@ def test_retention(tmp_path):
     assert checkpoints.steps() == (5, 12)
 
 
+def test_a_damaged_checkpoint_takes_no_place_among_the_last(tmp_path):
+    """Or deleting the others would leave nothing but the damaged one."""
+    arrays = {"params": {"w": jnp.ones(2)}}
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    for step in (1, 3):
+        checkpoints.save(step, arrays, {})
+    checkpoints.close()
+    flip_a_bit(tmp_path)  # of step 3
+    checkpoints = Checkpoints(tmp_path, keep_last=1, say=lambda text: None)
+    assert checkpoints.newest(("params",)) == 1
+    checkpoints.save(2, arrays, {})
+    checkpoints.wait()
+    assert 2 in checkpoints.steps() and checkpoints.newest(("params",)) == 2
+    checkpoints.close()
+
+
 def test_marked_steps(tmp_path):
     def marked(**options):
         checkpoints = Checkpoints(tmp_path, keep_last=1, **options)

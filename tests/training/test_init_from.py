@@ -196,3 +196,19 @@ def test_the_same_command_goes_on(place, source, tmp_path):
     done = place.run(source, KEYS, *flags)
     assert done.returncode == 0, done.stderr
     assert "Going on from step" in done.stdout and "Starting from" not in done.stdout
+
+
+def test_gains_stay_warm(config, tmp_path):
+    """The warm-up of gains goes on where the weights were, or a new run would damage them."""
+    changes = {"model__connection__alpha_warmup_steps": 30, "train__steps": 10}
+    old = train(config(**changes), tmp_path / "old")
+    asked = start.parse_init_from(str(tmp_path / "old"), ("params",))
+    still = {"optimizer__learning_rate": 0.0, "checkpoint__every": 1, "train__steps": 5}
+    new = train(config(**changes | still), tmp_path / "new", asked)
+    ages = [
+        saved_position(tmp_path / name, step)["age"] for name, step in (("old", 10), ("new", 5))
+    ]
+    assert ages == [10, 15]
+    # The same weights at gains warmed 16/30 instead of 11/30; started anew it would be 6/30.
+    ratio = np.asarray(new.evaluation.taps["gain"]) / np.asarray(old.evaluation.taps["gain"])
+    np.testing.assert_allclose(ratio, 16 / 11, rtol=0.05)

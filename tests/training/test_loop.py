@@ -117,7 +117,9 @@ def test_rows_come_in_a_new_order_in_the_next_epoch(place, config, tmp_path, row
 
     # Rows of other texts would be none of these.
     (tmp_path / "02.txt").write_text("changed")
-    with pytest.raises(UserError, match="the corpus has changed since step 20 of .*run/checkpoints"):
+    with pytest.raises(
+        UserError, match="the corpus has changed since step 20 of .*run/checkpoints"
+    ):
         train(config, workdir)
 
 
