@@ -200,7 +200,11 @@ def test_the_same_command_goes_on(place, source, tmp_path):
 
 def test_gains_stay_warm(config, tmp_path):
     """The warm-up of gains goes on where the weights were, or a new run would damage them."""
-    changes = {"model__connection__alpha_warmup_steps": 30, "train__steps": 10}
+    changes = {
+        "model__connection__kind": "nag",
+        "model__connection__alpha_warmup_steps": 30,
+        "train__steps": 10,
+    }
     old = train(config(**changes), tmp_path / "old")
     asked = start.parse_init_from(str(tmp_path / "old"), ("params",))
     still = {"optimizer__learning_rate": 0.0, "checkpoint__every": 1, "train__steps": 5}
