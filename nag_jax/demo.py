@@ -23,7 +23,7 @@ _RUNS = flags.DEFINE_string(
 )
 _SMOKE = flags.DEFINE_bool("smoke", False, "shrink everything to run in seconds")
 
-CONFIG = "configs/demo.py"
+CONFIG = epath.Path(__file__).parents[1] / "configs" / "demo.py"
 MODELS = {"NAG": "nag", "pre-norm": "prenorm"}
 PROMPT = "import os\nimport re\n\ndef read_lines(path):\n    "
 SAMPLE_TOKENS = 120
@@ -80,7 +80,8 @@ def main(config, flag_values) -> int:
         if not outcome.finished:
             print("The same command goes on from there.")
             return cli.INTERRUPTED
-        seconds = time.perf_counter() - started
+        # A run that was complete before has no time of its own here.
+        seconds = time.perf_counter() - started if outcome.evaluation else None
         run = runs[name] = load_run(root / connection)
         evaluation = outcome.evaluation or run.evaluate_validation()
         summaries.append(

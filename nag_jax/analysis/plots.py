@@ -41,9 +41,7 @@ def loss_figure(
         right.plot(tokens, bits, "o-", color=colour, markersize=4, linewidth=1.8, label=name)
     for i, (name, bits) in enumerate(baselines.items()):
         style = _BASELINE_STYLES[i % len(_BASELINE_STYLES)]
-        right.axhline(
-            bits, color="#555555", linestyle=style, linewidth=1.2, label=f"{name}: {bits:.3f}"
-        )
+        _level(right, bits, style, f"{name}: {bits:.3f}")
     left.set(title="Training loss", ylabel="nats per token (smoothed over thin line)")
     right.set(title="Validation", ylabel="bits per UTF-8 byte")
     for axes in (left, right):
@@ -84,13 +82,7 @@ def depth_figure(
         axes.set(title=title, ylabel=label, xlabel="sub-layer, from the input")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if name == "gate":
-            axes.axhline(
-                DEAD_GATE,
-                color="#555555",
-                linestyle="--",
-                linewidth=1.2,
-                label=f"dead below {DEAD_GATE}",
-            )
+            _level(axes, DEAD_GATE, "--", f"dead below {DEAD_GATE}")
             axes.set_ylim(0, 1)
         elif name == "rotation":
             axes.set_ylim(bottom=0)

@@ -48,7 +48,7 @@ class RunSummary:
         sublayers: Name of each sub-layer, in the order of the taps.
         dead_gate_share: Share of sub-layers with a dead gate; None without gates.
         parameters: Number of parameters.
-        seconds: Wall-clock seconds of training and its evaluations.
+        seconds: Wall-clock seconds of training and its evaluations; None where not measured.
         config: The complete config, as nested dicts.
     """
 
@@ -60,7 +60,7 @@ class RunSummary:
     sublayers: Sequence[str]
     dead_gate_share: float | None
     parameters: int
-    seconds: float
+    seconds: float | None
     config: Mapping[str, Any]
 
     @property
@@ -221,7 +221,7 @@ def _results_table(runs, baselines) -> str:
             f"{run.bits_per_byte:.4f}",
             f"{run.parameters:,}",
             f"{run.tokens:,}",
-            f"{run.seconds:.0f}",
+            "" if run.seconds is None else f"{run.seconds:.0f}",
             "no gates" if run.dead_gate_share is None else f"{run.dead_gate_share:.0%}",
         )
         for run in runs
