@@ -42,6 +42,7 @@ SMALLER = {
     "metrics.tensorboard": False,
     "train.peak_flops": 1e9,  # not measured
     "evaluation.every": 1000,
+    "optimizer.learning_rate": 3e-3,
 }
 # Two kinds that compile in half the time, for what does not depend on the kinds.
 PLAIN = {"model.connection.kind": "prenorm", "optimizer.kind": "adamw"}

@@ -6,6 +6,7 @@ of how each is done.
 
 import contextlib
 import dataclasses
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -76,7 +77,11 @@ class StopRequest:
                 raise KeyboardInterrupt
             self.signal = number
             again = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
-            print(f"{signal.Signals(number).name}: stopping after this step{again}.", flush=True)
+            line = f"{signal.Signals(number).name}: stopping after this step{again}.\n"
+            # Not print: the signal may have come in the midst of one, which cannot be entered
+            # twice.
+            with contextlib.suppress(OSError):
+                os.write(1, line.encode())
 
         old = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -142,9 +147,7 @@ def train(
             taps=config.train.taps,
             skip_not_finite=config.train.nan_policy == "skip",
         )
-        stretch = _Stretch(
-            config, workdir, checkpoints, prepared, mesh, model, position, branched=bool(init_from)
-        )
+        stretch = _Stretch(config, workdir, checkpoints, prepared, mesh, model, position)
         with stretch.stop.listening(), jax.set_mesh(mesh):
             return stretch.run(state, jit_train_step(function, model, optimizer, mesh))
 
@@ -161,10 +164,9 @@ class _Stretch:
         mesh: Mesh,
         model: LanguageModel,
         position: start.Position,
-        branched: bool,
     ):
         self.config, self.workdir, self.checkpoints = config, workdir, checkpoints
-        self.prepared, self.branched = prepared, branched
+        self.prepared = prepared
         self.step, self.rows = position.step, position.rows_consumed
         self.first_step, self.earlier_age = position.step, position.age - position.step
         self.stop = StopRequest()
@@ -347,8 +349,7 @@ class _Stretch:
         step = self.checkpoints.last_good
         if step is None:
             return "nothing has been saved yet"
-        command = "the same command" + (" without --init_from" if self.branched else "")
-        return f"step {step} is saved, and {command} goes on from there"
+        return f"step {step} is saved, and the same command goes on from there"
 
 
 class _Profiler:
