@@ -72,6 +72,15 @@ class Result(NamedTuple):
     err: str
 
 
+def forget_flags() -> None:
+    """Removes the flags of every binary, those that a test imported by itself included."""
+    by_module = flags.FLAGS.flags_by_module_dict()
+    for module in [name for name in by_module if name.startswith("nag_jax.")]:
+        for name in {flag.name for flag in by_module.pop(module)} & set(flags.FLAGS):
+            delattr(flags.FLAGS, name)
+    flags.FLAGS.unparse_flags()
+
+
 def call(binary: str, *args: str) -> Result:
     """Runs `python -m nag_jax.<binary>` in this process.
 
@@ -81,6 +90,7 @@ def call(binary: str, *args: str) -> Result:
     name = f"nag_jax.{binary}"
     out, err = io.StringIO(), io.StringIO()
     sys.modules.pop(name, None)
+    forget_flags()
     module = importlib.import_module(name)
     takes_config = binary in ("train", "prepare_data")
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -89,9 +99,7 @@ def call(binary: str, *args: str) -> Result:
         except SystemExit as end:
             code = end.code
         finally:
-            for flag in list(flags.FLAGS.flags_by_module_dict().get(name, [])):
-                delattr(flags.FLAGS, flag.name)
-            flags.FLAGS.unparse_flags()
+            forget_flags()
     return Result(code, out.getvalue(), err.getvalue())
 
 
