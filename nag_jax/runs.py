@@ -17,6 +17,7 @@ from nag_jax.data import store, tokenizers
 from nag_jax.errors import UserError
 from nag_jax.evals import generate as generation
 from nag_jax.evals.bits_per_byte import Evaluation, make_evaluator
+from nag_jax.evals.loglikelihood import Scored, score_pairs
 from nag_jax.models.transformer import LanguageModel, build_model
 from nag_jax.sharding.mesh import single_device_mesh
 from nag_jax.training import start
@@ -110,6 +111,36 @@ class Run:
     def bits_per_byte(self, texts: Iterable[str]) -> float:
         """Bits per byte of some texts, taken together."""
         return self.evaluate((str(i), text) for i, text in enumerate(texts)).bits_per_byte
+
+    def loglikelihood(
+        self, pairs: Iterable[tuple[str, str]], batch_size: int = 16, progress: bool = True
+    ) -> list[Scored]:
+        """Scores continuations given their contexts; see `nag_jax.evals.loglikelihood`.
+
+        Args:
+            pairs: (context, continuation) pairs; an empty context leaves BOS alone.
+            batch_size: Rows per forward pass; no result depends on it.
+            progress: Whether to show on stderr how far it is.
+
+        Returns:
+            Log-likelihood in nats, whether greedy decoding gives the continuation, and counts of
+            tokens, in the order of the pairs.
+
+        Raises:
+            UserError: A pair is not two strings of Unicode, or its continuation is empty or longer
+                than the model's context (data.row_length).
+        """
+        return score_pairs(
+            self.model,
+            self.params,
+            self.tokenizer,
+            pairs,
+            step=self.age,
+            mesh=self.mesh,
+            context=self.config.data.row_length,
+            batch_size=batch_size,
+            progress=progress,
+        )
 
     def generate(
         self,
