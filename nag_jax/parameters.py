@@ -13,7 +13,17 @@ import jax
 from flax import nnx
 
 ROLES = ("matrix", "embedding", "head", "gate", "scale", "bias", "conv")
-AXES = ("layers", "embed", "heads", "kv_heads", "head_dim", "hidden", "vocabulary", "directions")
+AXES = (
+    "layers",
+    "embed",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "hidden",
+    "vocabulary",
+    "directions",
+    "lags",
+)
 STACK_AXIS = "layers"
 
 

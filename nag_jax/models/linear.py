@@ -1,6 +1,6 @@
-"""The one contraction that every block weight goes through.
+"""The contractions that every block weight goes through.
 
-Numerics hang on the contraction's `site`, a stable name such as "attention/query", and touch no
+Numerics hang on a contraction's `site`, a stable name such as "attention/query", and touch no
 module: compute dtype today, quantisation and capture by the same names.
 """
 
@@ -70,6 +70,25 @@ def contract(
         matrix = rules.gather_weight(w.astype(dtype)).reshape(width, -1)
         product = jnp.matmul(x.astype(dtype).reshape(-1, width), matrix, precision=PRECISION)
         return product.reshape(*tokens, *out)
+
+
+def contract_by_head(site: str, x: jax.Array, w: jax.Array, numerics: Numerics) -> jax.Array:
+    """As `contract`, with a weight of its own for each head.
+
+    Args:
+        site: Stable name of the place.
+        x: Activation [N, *tokens, in].
+        w: Weights [N, in, out] in their stored dtype.
+        numerics: The model's numerics.
+
+    Returns:
+        The products [N, *tokens, out] in the compute dtype.
+    """
+    with jax.named_scope(site):
+        weights = rules.gather_weight(w.astype(numerics.dtype))
+        flat = x.astype(numerics.dtype).reshape(x.shape[0], -1, x.shape[-1])
+        product = jnp.matmul(flat, weights, precision=PRECISION)
+        return product.reshape(*x.shape[:-1], w.shape[-1])
 
 
 def scores(hidden: jax.Array, rows: jax.Array, numerics: Numerics) -> jax.Array:
