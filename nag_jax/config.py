@@ -58,6 +58,10 @@ def shared_defaults() -> dict[str, Any]:
         "model": {
             "d_model": 256,
             "num_blocks": 6,
+            # A loop runs the blocks between the first and the last few several times.
+            "loops": 1,
+            "prelude_blocks": 0,
+            "coda_blocks": 0,
             "vocab_multiple": 128,  # the table is padded to a multiple of this
             "compute_dtype": "float32",
             "remat": "dots_with_no_batch_dims_saveable",
@@ -65,6 +69,7 @@ def shared_defaults() -> dict[str, Any]:
             "connection": {"kind": "nag"},
             "attention": {"kind": "gqa"},
             "feedforward": {"kind": "swiglu"},
+            "initialisation": {"kind": "fan_in"},
         },
         "optimizer": {
             "kind": "muon",

@@ -23,10 +23,20 @@ REGISTRY: dict[str, dict[str, str]] = {
         "nag": "nag_jax.models.connections:NormAgnostic",
         "residual_free": "nag_jax.models.connections:ResidualFree",
     },
-    "model.attention": {"gqa": "nag_jax.models.attention:GroupedQueryAttention"},
+    "model.attention": {
+        "gqa": "nag_jax.models.attention:GroupedQueryAttention",
+        "ccgqa": "nag_jax.models.ccgqa:CompressedConvolutionalAttention",
+    },
     "model.feedforward": {
         "mlp": "nag_jax.models.feedforward:MLP",
         "swiglu": "nag_jax.models.feedforward:SwiGLU",
+    },
+    "model.initialisation": {
+        "fan_in": "nag_jax.models.initialisation:FanIn",
+        "gaussian": "nag_jax.models.initialisation:Gaussian",
+        "xavier": "nag_jax.models.initialisation:Xavier",
+        "kaiming": "nag_jax.models.initialisation:Kaiming",
+        "orthogonal": "nag_jax.models.initialisation:Orthogonal",
     },
     "optimizer": {
         "adamw": "nag_jax.optim.build:AdamWKind",
@@ -60,6 +70,7 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     "model.connection": ("Ends", "warmup_steps", "read", "gate", "write", "describe"),
     "model.attention": ("__call__", "context_flops"),
     "model.feedforward": ("__call__",),
+    "model.initialisation": ("attention", "up", "down", "key_gain"),
     "optimizer": ("direction",),
     "optimizer.schedule": ("build",),
     "data.source": ("documents", "listing"),

@@ -67,6 +67,9 @@ RULES: dict[str, Rule] = {
     "data.prefetch_rows": _at_least(0),
     "model.d_model": _at_least(3),
     "model.num_blocks": _at_least(1),
+    "model.loops": _at_least(1),
+    "model.prelude_blocks": _at_least(0),
+    "model.coda_blocks": _at_least(0),
     "model.vocab_multiple": _at_least(1),
     "model.compute_dtype": _one_of("float32", "bfloat16"),
     "model.remat": _one_of(*REMAT_POLICIES),
@@ -79,6 +82,7 @@ RULES: dict[str, Rule] = {
     "model.connection.encode_gain_init": _above(0),
     "model.connection.embedding_std": _above(0),
     "model.connection.head": _one_of("tied", "free"),
+    "model.connection.norm": _one_of("rms", "layer"),
     "model.connection.norm_epsilon": _above(0),
     "model.attention.num_heads": _at_least(1),
     "model.attention.num_kv_heads": _at_least(1),
@@ -86,8 +90,18 @@ RULES: dict[str, Rule] = {
         lambda x: x >= 2 and x % 2 == 0, "even and at least 2 (rotary positions turn pairs)"
     ),
     "model.attention.rope_theta": _above(0),
+    "model.attention.rope_fraction": Rule(lambda x: 0 <= x <= 1, "between 0 and 1"),
+    "model.attention.temperature_base": _above(0),
+    "model.attention.temperature_sign": Rule(lambda x: x in (-1, 1), "-1 or 1"),
     "model.attention.query_chunk": _at_least(1),
+    "model.attention.depthwise_kernel": _at_least(1),
+    "model.attention.grouped_kernel": _at_least(1),
     "model.feedforward.hidden": _at_least(1),
+    "model.initialisation.std": _above(0),
+    "model.initialisation.alpha_qk": _above(0),
+    "model.initialisation.alpha_vo": _above(0),
+    "model.initialisation.alpha_up": _above(0),
+    "model.initialisation.alpha_down": _above(0),
     "train.steps": _at_least(1),
     "train.batch_size": _at_least(1),
     "train.accumulation": _at_least(1),
@@ -146,6 +160,14 @@ def validate(config: ConfigDict) -> None:
             f"model.attention.num_kv_heads={kv_heads}: it must be a multiple "
             f"(num_kv_heads {_numbers(_divisors(heads))} would work)"
         )
+    _validate_rotary_width(leaves)
+    outside = config.model.prelude_blocks + config.model.coda_blocks
+    if outside >= config.model.num_blocks:
+        raise UserError(
+            f"model.prelude_blocks={config.model.prelude_blocks} and "
+            f"model.coda_blocks={config.model.coda_blocks} leave none of "
+            f"model.num_blocks={config.model.num_blocks} for the loop"
+        )
     batch, accumulation = config.train.batch_size, config.train.accumulation
     if batch % accumulation:
         raise UserError(
@@ -188,6 +210,18 @@ def validate_devices(config: ConfigDict, num_devices: int) -> None:
             f"evaluation.batch_size={config.evaluation.batch_size} rows cannot be shared equally "
             f"by {shards} devices: it must be a multiple of {shards} (such as "
             f"{_numbers(_near_multiples(config.evaluation.batch_size, shards))})"
+        )
+
+
+def _validate_rotary_width(leaves: dict[str, Any]) -> None:
+    """Rotary positions turn pairs."""
+    head_dim = leaves.get("model.attention.head_dim", 2)
+    fraction = leaves.get("model.attention.rope_fraction", 1.0)
+    width = head_dim * fraction
+    if width % 2:
+        raise UserError(
+            f"model.attention.rope_fraction={fraction} of model.attention.head_dim={head_dim} is "
+            f"{width:g}, but rotary positions turn an even number of features"
         )
 
 

@@ -1,55 +1,82 @@
-"""Grouped-query attention with rotary positions, isolated by document."""
+"""Causal softmax attention: what its kinds share, and grouped-query attention.
+
+Documents of a row never see each other. In training all positions attend at once; in decoding the
+keys and values of earlier tokens come from the cache.
+"""
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 from ml_collections import ConfigDict
 
-from nag_jax.models.chunked_attention import chunked_attention
+from nag_jax.models.cache import LayerCache
+from nag_jax.models.chunked_attention import MASKED, chunked_attention
 from nag_jax.models.context import BranchOut, Context
-from nag_jax.models.initializers import fan_in_normal
-from nag_jax.models.linear import Numerics, contract
+from nag_jax.models.linear import PRECISION, Numerics, contract
 from nag_jax.models.norms import RMSNorm
 from nag_jax.parameters import declare
 
 
 def rotate(
-    x: Float[Array, "B T N h"], positions: Int[Array, "B T"], theta: float
+    x: Float[Array, "B T N h"],
+    positions: Int[Array, "B T"],
+    theta: float,
+    fraction: float = 1.0,
 ) -> Float[Array, "B T N h"]:
-    """Rotary position embedding over the two halves of each head, angles in float32.
+    """Rotary position embedding over the two halves of a head's first part, angles in float32.
 
     Args:
-        x: Queries or keys; h is even.
+        x: Queries or keys.
         positions: Position of each token in its document.
-        theta: Base of the frequencies theta^(-2i/h).
+        theta: Base of the frequencies theta^(-2i/r), r the rotated width.
+        fraction: Part of each head that is turned; r = fraction * h is even.
 
     Returns:
-        The rotated heads in `x`'s dtype.
+        The heads in `x`'s dtype, the part past r as it was.
     """
-    half = x.shape[-1] // 2
+    half = rotated_width(x.shape[-1], fraction) // 2
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     frequencies = theta ** (-jnp.arange(half, dtype=dtype) / half)
     angles = positions[:, :, None, None].astype(dtype) * frequencies
     sin, cos = jnp.sin(angles), jnp.cos(angles)
-    first, second = x[..., :half].astype(dtype), x[..., half:].astype(dtype)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    first, second = x[..., :half].astype(dtype), x[..., half : 2 * half].astype(dtype)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate([*(y.astype(x.dtype) for y in turned), x[..., 2 * half :]], axis=-1)
 
 
-class GroupedQueryAttention(nnx.Module):
-    """Causal softmax attention: multi-head if `num_kv_heads` is `num_heads`, multi-query if 1."""
+def rotated_width(head_dim: int, fraction: float) -> int:
+    """How much of a head rotary positions turn."""
+    return round(head_dim * fraction)
+
+
+def head_projection(values: Float[Array, "d N h"], axis: str) -> nnx.Param:
+    """A weight from the stream to heads; `axis` is "heads" or "kv_heads"."""
+    axes = ("embed", axis, "head_dim")
+    return declare(values, axes, "matrix", rows=("embed",), columns=(axis, "head_dim"))
+
+
+class SoftmaxAttention(nnx.Module):
+    """Rotary positions, depth temperature, attention and output projection, for queries and keys.
+
+    The logits are tau_l q.k/sqrt(h) with tau_l = temperature_base^(temperature_sign l), l the
+    1-based number of the block (P2's depth-aware temperature; that it multiplies the logits is our
+    reading).
+    """
 
     @staticmethod
-    def defaults() -> dict[str, Any]:
-        """Keys of `model.attention` for this kind."""
+    def shared_defaults() -> dict[str, Any]:
+        """Keys of `model.attention` that all kinds made of this class have."""
         return {
             "num_heads": 4,
             "num_kv_heads": 2,
             "head_dim": 64,
             "rope_theta": 10000.0,
-            "qk_norm": False,
+            "rope_fraction": 1.0,
+            "temperature_base": 1.0,
+            "temperature_sign": -1,
             "query_chunk": 128,
         }
 
@@ -63,38 +90,121 @@ class GroupedQueryAttention(nnx.Module):
         """Forward FLOPs of one token in logits and values, averaged over causal positions."""
         return 4.0 * options.num_heads * options.head_dim * (length + 1) / 2
 
-    def __init__(self, options: ConfigDict, d_model: int, numerics: Numerics, rngs: nnx.Rngs):
+    @staticmethod
+    def cache_shapes(
+        options: ConfigDict, d_model: int, batch: int, length: int, dtype: Any
+    ) -> dict[str, jax.ShapeDtypeStruct]:
+        """Keys and values of one layer, [B, K, S, h]."""
+        del d_model
+        shape = (batch, options.num_kv_heads, length, options.head_dim)
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name in ("key", "value")}
+
+    def __init__(self, options: ConfigDict, output: Float[Array, "H h d"], numerics: Numerics):
+        """Keeps the options and makes the output projection, which starts as `output`."""
         self.num_heads, self.num_kv_heads = options.num_heads, options.num_kv_heads
         self.head_dim = options.head_dim
-        self.rope_theta, self.query_chunk = options.rope_theta, options.query_chunk
+        self.rope_theta, self.rope_fraction = options.rope_theta, options.rope_fraction
+        self.temperature_base = options.temperature_base
+        self.temperature_sign = options.temperature_sign
+        self.query_chunk = options.query_chunk
         self.numerics = numerics
-
-        def projection(heads: int, axis: str) -> nnx.Param:
-            values = fan_in_normal(rngs.params(), (d_model, heads, self.head_dim), d_model)
-            return declare(
-                values,
-                ("embed", axis, "head_dim"),
-                "matrix",
-                rows=("embed",),
-                columns=(axis, "head_dim"),
-            )
-
-        self.query = projection(self.num_heads, "heads")
-        self.key = projection(self.num_kv_heads, "kv_heads")
-        self.value = projection(self.num_kv_heads, "kv_heads")
-        inner = self.num_heads * self.head_dim
-        values = fan_in_normal(rngs.params(), (self.num_heads, self.head_dim, d_model), inner)
         self.output = declare(
-            values,
+            output,
             ("heads", "head_dim", "embed"),
             "matrix",
             rows=("heads", "head_dim"),
             columns=("embed",),
         )
+
+    def attend(
+        self,
+        q: Float[Array, "B T H h"],
+        k: Float[Array, "B T K h"],
+        v: Float[Array, "B T K h"],
+        context: Context,
+        cache: LayerCache | None,
+    ) -> BranchOut:
+        """Attention over earlier tokens of the same document, from projections to output.
+
+        Args:
+            q: Queries, before positions and temperature.
+            k: Keys, before positions.
+            v: Values.
+            context: Facts of the batch.
+            cache: The layer's cache in decoding; keys and values are added to it.
+
+        Returns:
+            The branch's output with the cache after these tokens.
+        """
+        q = rotate(q, context.positions, self.rope_theta, self.rope_fraction)
+        k = rotate(k, context.positions, self.rope_theta, self.rope_fraction)
+        if self.temperature_base != 1.0:
+            exponent = self.temperature_sign * jnp.asarray(context.layer, jnp.float32)
+            q = q * (self.temperature_base**exponent).astype(q.dtype)
+        grouped = q.reshape(
+            *q.shape[:2], self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim
+        )
+        if cache is not None:
+            columns = {"key": k, "value": v}
+            for name, x in columns.items():
+                cache = cache.append(name, jnp.transpose(x, (0, 2, 1, 3)), 2)
+        if cache is None or cache.prefill:
+            out = chunked_attention(grouped, k, v, context.segment_ids, self.query_chunk)
+        else:
+            out = attend_to_cache(grouped, cache)
+        y = contract(
+            "attention/output", out.reshape(q.shape), self.output[...], self.numerics, inputs=2
+        )
+        return BranchOut(y, cache=cache)
+
+
+def attend_to_cache(q: Float[Array, "B 1 K G h"], cache: LayerCache) -> Float[Array, "B 1 K G h"]:
+    """Attention of one token a row over the cached keys and values up to its own column."""
+    keys, values = cache.read("key"), cache.read("value")
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    scaled = q[:, 0] * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
+    logits = jnp.einsum(
+        "bkgh,bksh->bkgs", scaled, keys, precision=PRECISION, preferred_element_type=dtype
+    )
+    visible = cache.visible(keys.shape[2])[:, None, None]
+    weights = jax.nn.softmax(jnp.where(visible, logits, MASKED), axis=-1).astype(values.dtype)
+    out = jnp.einsum(
+        "bkgs,bksh->bkgh", weights, values, precision=PRECISION, preferred_element_type=dtype
+    )
+    return out[:, None].astype(q.dtype)
+
+
+class GroupedQueryAttention(SoftmaxAttention):
+    """Plain projections: multi-head if `num_kv_heads` is `num_heads`, multi-query if it is 1.
+
+    With `qk_norm` each head of queries and keys is normalised by its RMS with learned gains; the
+    key's starts at the initialisation's `key_gain`.
+    """
+
+    @staticmethod
+    def defaults() -> dict[str, Any]:
+        """Keys of `model.attention` for this kind."""
+        return SoftmaxAttention.shared_defaults() | {"qk_norm": False}
+
+    def __init__(
+        self,
+        options: ConfigDict,
+        d_model: int,
+        initialisation: Any,
+        numerics: Numerics,
+        rngs: nnx.Rngs,
+    ):
+        weights = initialisation.attention(
+            rngs, d_model, options.num_heads, options.num_kv_heads, options.head_dim
+        )
+        super().__init__(options, weights.output, numerics)
+        self.query = head_projection(weights.query, "heads")
+        self.key = head_projection(weights.key, "kv_heads")
+        self.value = head_projection(weights.value, "kv_heads")
         self.qk_norm = options.qk_norm
         if self.qk_norm:
             self.query_norm = RMSNorm(self.head_dim, "head_dim", 1e-6)
-            self.key_norm = RMSNorm(self.head_dim, "head_dim", 1e-6)
+            self.key_norm = RMSNorm(self.head_dim, "head_dim", 1e-6, initialisation.key_gain)
 
     def __call__(
         self, x: Float[Array, "B T d"], keep: Bool[Array, "B T"] | None, context: Context
@@ -105,20 +215,6 @@ class GroupedQueryAttention(nnx.Module):
             return contract(f"attention/{site}", x, w[...], self.numerics)
 
         q, k = project("query", self.query), project("key", self.key)
-        v = project("value", self.value)
         if self.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
-        q = rotate(q, context.positions, self.rope_theta)
-        k = rotate(k, context.positions, self.rope_theta)
-        grouped = (*q.shape[:2], self.num_kv_heads, self.num_heads // self.num_kv_heads)
-        out = chunked_attention(
-            q.reshape(*grouped, self.head_dim), k, v, context.segment_ids, self.query_chunk
-        )
-        y = contract(
-            "attention/output",
-            out.reshape(q.shape),
-            self.output[...],
-            self.numerics,
-            inputs=2,
-        )
-        return BranchOut(y)
+        return self.attend(q, k, project("value", self.value), context, context.cache)

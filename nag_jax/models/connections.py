@@ -19,7 +19,7 @@ from nag_jax.models.context import BranchOut, Context
 from nag_jax.models.gates import Gate, NormModulator
 from nag_jax.models.initializers import fan_in_normal
 from nag_jax.models.linear import scores
-from nag_jax.models.norms import RMSNorm, root_mean_square
+from nag_jax.models.norms import NORMS, root_mean_square
 from nag_jax.parameters import declare
 from pallas_kernels.nag_update import choose, nag_update
 
@@ -109,6 +109,7 @@ class NormAgnostic(nnx.Module):
         """Makes the connection of the sub-layer with 1-based index `index` (may be traced)."""
         alpha = jnp.asarray(index, jnp.float32) ** -options.alpha_exponent
         self.alpha = declare(alpha, (), "gate")
+        self.alpha_exponent = options.alpha_exponent
         self.modulator = NormModulator(
             d_model,
             options.gate_directions,
@@ -128,9 +129,14 @@ class NormAgnostic(nnx.Module):
         return self.modulator(x)
 
     def write(self, stream: Stream, out: BranchOut, gate: Gate, context: Context) -> Written:
-        """Equations (10) to (17); the realised gain is a."""
+        """Equations (10) to (17); the realised gain is a.
+
+        In a loop alpha stands for the first iteration's; a later one's falls with its own l.
+        """
         direction, log_norm = stream
-        gain = self.alpha[...].astype(gate.m.dtype) * context.gain_warmup * gate.m
+        ratio = jnp.asarray(context.first_sublayer / context.sublayer, gate.m.dtype)
+        alpha = self.alpha[...].astype(gate.m.dtype) * ratio**self.alpha_exponent
+        gain = alpha * context.gain_warmup * gate.m
         if out.weight is not None:
             gain = gain * out.weight.astype(gain.dtype)
         direction, log_gain = nag_update(direction, out.y, gain)
@@ -143,12 +149,12 @@ class NormAgnostic(nnx.Module):
 
 
 class VectorEnds(nnx.Module):
-    """Start, finish and decode of a stream that is one vector: final RMSNorm, tied or free head."""
+    """Start, finish and decode of a stream that is one vector: final norm, tied or free head."""
 
     centred_table = False
 
     def __init__(self, options: ConfigDict, d_model: int, vocab_size: int, numerics, rngs):
-        self.final_norm = RMSNorm(d_model, "embed", options.norm_epsilon)
+        self.final_norm = NORMS[options.norm](d_model, "embed", options.norm_epsilon)
         self.free_head = options.head == "free"
         if self.free_head:
             values = fan_in_normal(rngs.params(), (vocab_size, d_model), d_model)
@@ -185,7 +191,7 @@ class PreNorm(nnx.Module):
     @staticmethod
     def defaults() -> dict[str, Any]:
         """Keys of `model.connection` for this kind."""
-        return {"head": "tied", "norm_epsilon": 1e-6, "embedding_std": 0.02}
+        return {"head": "tied", "norm": "rms", "norm_epsilon": 1e-6, "embedding_std": 0.02}
 
     @staticmethod
     def rate_multipliers() -> dict[str, float]:
@@ -201,10 +207,10 @@ class PreNorm(nnx.Module):
     def __init__(self, options: ConfigDict, d_model: int, index: Array, numerics, rngs):
         """Makes the connection; `index` and `rngs` are not needed by this kind."""
         del index, numerics, rngs
-        self.norm = RMSNorm(d_model, "embed", options.norm_epsilon)
+        self.norm = NORMS[options.norm](d_model, "embed", options.norm_epsilon)
 
     def read(self, stream: Stream) -> Float[Array, "B T d"]:
-        """RMSNorm of the stream."""
+        """The norm of the stream."""
         return self.norm(stream[0])
 
     def gate(self, x: Float[Array, "B T d"]) -> None:

@@ -1,10 +1,31 @@
 """What a sub-layer is told besides its input, and what a branch returns."""
 
+from __future__ import annotations
+
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+if TYPE_CHECKING:
+    from nag_jax.models.cache import LayerCache
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """Where a call of decoding stands.
+
+    Attributes:
+        position: Column of the call's first token.
+        start: First column of each row's document, [B]; before it is padding.
+        prefill: Whether the call holds whole prompts (from column 0 on), not one token a row.
+    """
+
+    position: Int[Array, ""]
+    start: Int[Array, " B"]
+    prefill: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +40,14 @@ class Context:
         gain_warmup: Factor on every NAG gain in (0, 1], a forward input so that evaluation sets it
             to its value at the saved step.
         taps: Whether sub-layers measure themselves.
+        packed: Whether a row may hold several documents. If not, a row is one document from its
+            first position on, perhaps followed by padding that nobody reads.
+        layer: 1-based number of the running block in order of execution, iterations of a loop
+            counted.
+        sublayer: The same counted in sub-layers.
+        first_sublayer: `sublayer` in the first iteration; the same where there is no loop.
+        decoding: Where decoding stands; None in training and evaluation.
+        cache: What the sub-layer keeps between tokens, in decoding only.
     """
 
     segment_ids: Int[Array, "B T"]
@@ -26,6 +55,12 @@ class Context:
     valid: Bool[Array, "B T"]
     gain_warmup: Float[Array, ""]
     taps: bool
+    packed: bool = True
+    layer: Int[Array, ""] | int = 1
+    sublayer: Int[Array, ""] | int = 1
+    first_sublayer: Int[Array, ""] | int = 1
+    decoding: Decoding | None = None
+    cache: LayerCache | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +71,13 @@ class BranchOut:
         y: The branch's output, [B, T, d].
         weight: A router's weight of each token, [B, T], which the connection alone places; None
             where there is no router.
+        cache: The sub-layer's cache after these tokens, in decoding.
     """
 
     y: Float[Array, "B T d"]
     weight: Float[Array, "B T"] | None = None
+    decoding: Decoding | None = None
+    cache: LayerCache | None = None
 
 
 def positions_in_document(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:

@@ -8,18 +8,15 @@ from jaxtyping import Array, Bool, Float
 from ml_collections import ConfigDict
 
 from nag_jax.models.context import BranchOut, Context
-from nag_jax.models.initializers import fan_in_normal
 from nag_jax.models.linear import Numerics, contract
 from nag_jax.parameters import declare
 
 
-def _up_projection(d_model: int, hidden: int, rngs: nnx.Rngs) -> nnx.Param:
-    values = fan_in_normal(rngs.params(), (d_model, hidden), d_model)
+def _up_projection(values: Array) -> nnx.Param:
     return declare(values, ("embed", "hidden"), "matrix", rows=("embed",), columns=("hidden",))
 
 
-def _down_projection(hidden: int, d_model: int, rngs: nnx.Rngs) -> nnx.Param:
-    values = fan_in_normal(rngs.params(), (hidden, d_model), hidden)
+def _down_projection(values: Array) -> nnx.Param:
     return declare(values, ("hidden", "embed"), "matrix", rows=("hidden",), columns=("embed",))
 
 
@@ -31,9 +28,16 @@ class MLP(nnx.Module):
         """Keys of `model.feedforward` for this kind."""
         return {"hidden": 1024}
 
-    def __init__(self, options: ConfigDict, d_model: int, numerics: Numerics, rngs: nnx.Rngs):
-        self.up = _up_projection(d_model, options.hidden, rngs)
-        self.down = _down_projection(options.hidden, d_model, rngs)
+    def __init__(
+        self,
+        options: ConfigDict,
+        d_model: int,
+        initialisation: Any,
+        numerics: Numerics,
+        rngs: nnx.Rngs,
+    ):
+        self.up = _up_projection(initialisation.up(rngs, d_model, options.hidden))
+        self.down = _down_projection(initialisation.down(rngs, options.hidden, d_model))
         self.numerics = numerics
 
     def __call__(
@@ -53,10 +57,17 @@ class SwiGLU(nnx.Module):
         """Keys of `model.feedforward` for this kind."""
         return {"hidden": 688}
 
-    def __init__(self, options: ConfigDict, d_model: int, numerics: Numerics, rngs: nnx.Rngs):
-        self.gate = _up_projection(d_model, options.hidden, rngs)
-        self.up = _up_projection(d_model, options.hidden, rngs)
-        self.down = _down_projection(options.hidden, d_model, rngs)
+    def __init__(
+        self,
+        options: ConfigDict,
+        d_model: int,
+        initialisation: Any,
+        numerics: Numerics,
+        rngs: nnx.Rngs,
+    ):
+        self.gate = _up_projection(initialisation.up(rngs, d_model, options.hidden))
+        self.up = _up_projection(initialisation.up(rngs, d_model, options.hidden))
+        self.down = _down_projection(initialisation.down(rngs, options.hidden, d_model))
         self.numerics = numerics
 
     def __call__(

@@ -2,12 +2,13 @@
 
 The forward pass is pure: parameters go in as nested dicts, everything measured comes out. A
 sub-layer is a branch and a connection; a block is an attention and a feed-forward sub-layer; a
-stage is one `lax.scan` over blocks of one pattern.
+stage is one `lax.scan` over blocks of one pattern, and may run several times with the same weights.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,10 @@ from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
 from nag_jax.kinds import kind_class
+from nag_jax.models.cache import LayerCache, cache_shapes, run_cached
 from nag_jax.models.chunked_attention import SAVED_NAMES
 from nag_jax.models.connections import Stream
-from nag_jax.models.context import Context, positions_in_document
+from nag_jax.models.context import Context, Decoding, positions_in_document
 from nag_jax.models.embedding import TokenTable
 from nag_jax.models.linear import Numerics
 from nag_jax.models.losses import chunked_cross_entropy
@@ -26,6 +28,12 @@ from nag_jax.parameters import flatten, info_of
 from nag_jax.sharding import rules
 
 SUBLAYERS = ("attention", "feedforward")
+
+# A stage's cache: arrays by sub-layer and name, each [blocks run, B, ...].
+Cache = dict[str, Any]
+
+# The state between tokens: the stages' caches, the column of the next token, each row's first one.
+DecodeState = dict[str, Any]
 
 
 def remat_policy(name: str) -> Callable | None:
@@ -49,28 +57,31 @@ class SubLayer(nnx.Module):
         self.branch = branch
         self.connection = connection
 
-    def __call__(self, stream: Stream, context: Context) -> tuple[Stream, dict[str, Array]]:
+    def __call__(self, stream: Stream, context: Context) -> tuple[Stream, dict[str, Array], Cache]:
         """Runs the sub-layer.
 
         Returns:
-            The new stream and the taps (empty unless asked for): sums over valid tokens of the
-            stream's norm after the write, the realised gain, the rotation in radians and, where
-            there is a gate, its value and whether it sat on its floor.
+            The new stream, the taps (empty unless asked for) and the arrays of the sub-layer's
+            cache (none outside of decoding). Taps are sums over valid tokens of the stream's norm
+            after the write, the realised gain, the rotation in radians and, where there is a gate,
+            its value and whether it sat on its floor.
         """
         x = self.connection.read(stream)
         gate = self.connection.gate(x)
-        out = self.branch(x, None if gate is None else gate.keep, context)
+        run = self.branch if context.cache is None else functools.partial(run_cached, self.branch)
+        out = run(x, None if gate is None else gate.keep, context)
+        cache = {} if out.cache is None else out.cache.arrays
         written = self.connection.write(stream, out, gate, context)
         after = tuple(
             rules.constrain(part, "batch", *(None,) * (part.ndim - 1)) for part in written.stream
         )
         if not context.taps:
-            return after, {}
+            return after, {}, cache
         taps = measure(self.connection.describe, stream, after) | {"gain": written.gain}
         if gate is not None:
             taps |= {"gate": gate.m, "gate_floored": gate.floored}
         summed = {name: jnp.sum(jnp.where(context.valid, value, 0)) for name, value in taps.items()}
-        return after, jax.lax.stop_gradient(summed)
+        return after, jax.lax.stop_gradient(summed), cache
 
 
 def measure(describe: Callable, before: Stream, after: Stream) -> dict[str, Float[Array, "B T"]]:
@@ -90,10 +101,13 @@ class Block(nnx.Module):
     def __init__(self, options: ConfigDict, index: Array, numerics: Numerics, rngs: nnx.Rngs):
         """Makes block number `index` (0-based, may be traced)."""
         connection = kind_class("model.connection", options.connection.kind)
+        initialisation = kind_class("model.initialisation", options.initialisation.kind)(
+            options.initialisation
+        )
         for offset, name in enumerate(SUBLAYERS):
             branch = kind_class(f"model.{name}", options[name].kind)
             sublayer = SubLayer(
-                branch(options[name], options.d_model, numerics, rngs),
+                branch(options[name], options.d_model, initialisation, numerics, rngs),
                 connection(
                     options.connection,
                     options.d_model,
@@ -104,27 +118,56 @@ class Block(nnx.Module):
             )
             setattr(self, name, sublayer)
 
-    def __call__(self, stream: Stream, context: Context) -> tuple[Stream, dict[str, Array]]:
+    def __call__(
+        self, stream: Stream, context: Context, layers: "Layers", cache: Cache | None = None
+    ) -> tuple[Stream, dict[str, Array], Cache]:
         """Runs both sub-layers; taps are stacked in their order."""
-        collected = []
-        for name in SUBLAYERS:
-            stream, taps = getattr(self, name)(stream, context)
+        collected, new_cache = [], {}
+        for offset, name in enumerate(SUBLAYERS):
+            told = dataclasses.replace(
+                context,
+                layer=layers.running + 1,
+                sublayer=len(SUBLAYERS) * layers.running + offset + 1,
+                first_sublayer=len(SUBLAYERS) * layers.first + offset + 1,
+            )
+            if context.decoding is not None:
+                layer_cache = LayerCache(cache[name], layers.entry, **vars(context.decoding))
+                told = dataclasses.replace(told, cache=layer_cache)
+            stream, taps, arrays = getattr(self, name)(stream, told)
+            if context.decoding is not None:
+                new_cache[name] = arrays
             collected.append(taps)
-        return stream, {key: jnp.stack([taps[key] for taps in collected]) for key in collected[0]}
+        taps = {key: jnp.stack([taps[key] for taps in collected]) for key in collected[0]}
+        return stream, taps, new_cache
+
+
+class Layers(NamedTuple):
+    """Which block runs, in numbers from 0 in order of execution.
+
+    Attributes:
+        running: Of the running block.
+        first: Of the same block in its loop's first iteration.
+        entry: Within the stage, iterations counted: the block's entry in the stage's cache.
+    """
+
+    running: Int[Array, ""]
+    first: Int[Array, ""]
+    entry: Int[Array, ""]
 
 
 class Stage(nnx.Module):
-    """Blocks of one pattern, stacked and scanned."""
+    """Blocks of one pattern, stacked and scanned, the whole scan run one or several times."""
 
     def __init__(
         self,
         make_block: Callable[[Array, nnx.Rngs], nnx.Module],
         repeats: int,
         first_index: int,
+        loops: int,
         remat: str,
         rngs: nnx.Rngs,
     ):
-        """Makes `repeats` blocks with indices from `first_index` on."""
+        """Makes `repeats` blocks with indices from `first_index` on, to be run `loops` times."""
         definition = None
 
         def create(key, index):
@@ -135,25 +178,44 @@ class Stage(nnx.Module):
         keys = jax.random.split(rngs.params(), repeats)
         stacked = jax.vmap(create)(keys, first_index + jnp.arange(repeats))
         self.blocks = nnx.merge(definition, stacked)
+        self.repeats, self.first_index, self.loops = repeats, first_index, loops
         self.remat = remat
 
-    def __call__(self, stream: Stream, context: Context) -> tuple[Stream, dict[str, Array]]:
-        """Scans the blocks; taps come out as [sub-layers of the stage]."""
+    def __call__(
+        self, stream: Stream, context: Context, cache: Cache | None = None
+    ) -> tuple[Stream, dict[str, Array], Cache]:
+        """Scans the blocks; taps come out as [sub-layers of the stage, iterations counted]."""
         definition, stacked = nnx.split(self.blocks)
 
-        def body(stream, state):
-            return nnx.merge(definition, state)(stream, context)
+        def block(carry, xs, iteration):
+            index, state = xs
+            entry = iteration * self.repeats + index
+            layers = Layers(self.first_index + entry, self.first_index + index, entry)
+            stream, cache = carry
+            stream, taps, cache = nnx.merge(definition, state)(stream, context, layers, cache)
+            return (stream, cache), taps
 
         if self.remat != "none":
-            body = jax.checkpoint(body, policy=remat_policy(self.remat), prevent_cse=False)
-        stream, taps = jax.lax.scan(body, stream, stacked)
-        return stream, {name: values.reshape(-1) for name, values in taps.items()}
+            policy = remat_policy(self.remat)
+            block = jax.checkpoint(block, policy=policy, prevent_cse=False)
+
+        def once(carry, iteration):
+            step = functools.partial(block, iteration=iteration)
+            return jax.lax.scan(step, carry, (jnp.arange(self.repeats), stacked))
+
+        carry = (stream, cache or {})
+        if self.loops == 1:
+            (stream, cache), taps = once(carry, 0)
+        else:
+            (stream, cache), taps = jax.lax.scan(once, carry, jnp.arange(self.loops))
+        return stream, {name: values.reshape(-1) for name, values in taps.items()}, cache
 
 
 class Transformer(nnx.Module):
     """Token table, stages and the two ends of the stream."""
 
-    def __init__(self, options: ConfigDict, vocab_size: int, rngs: nnx.Rngs):
+    def __init__(self, options: ConfigDict, vocab_size: int, loops: int, rngs: nnx.Rngs):
+        """Makes the parts; the loop runs `loops` times, whatever `options.loops` says."""
         numerics = Numerics(options.compute_dtype)
         ends = kind_class("model.connection", options.connection.kind).Ends
         multiple = options.vocab_multiple
@@ -171,26 +233,30 @@ class Transformer(nnx.Module):
         def make_block(index, rngs):
             return Block(options, index, numerics, rngs)
 
-        # One stage today; layers that differ in shape (experts, say) need several.
-        stages = ((make_block, options.num_blocks),)
-        self.num_stages, first_index = len(stages), 0
-        for number, (make, repeats) in enumerate(stages):
-            stage = Stage(make, repeats, first_index, options.remat, rngs)
-            setattr(self, f"stage_{number}", stage)
-            first_index += repeats
+        self.num_stages = 0
+        for part in stages_of(options, loops):
+            stage = Stage(
+                make_block, part.repeats, part.first_index, part.loops, options.remat, rngs
+            )
+            setattr(self, f"stage_{self.num_stages}", stage)
+            self.num_stages += 1
         self.vocab_size = vocab_size
         self.loss_chunk = options.loss_chunk
 
-    def __call__(self, tokens: Int[Array, "B T"], context: Context):
-        """Hidden states, log-scales and taps by sub-layer."""
+    def __call__(
+        self, tokens: Int[Array, "B T"], context: Context, cache: list[Cache] | None = None
+    ):
+        """Hidden states, log-scales, taps by sub-layer and the stages' caches."""
         stream = self.ends.start(self.table(tokens))
-        collected = []
+        caches, collected = [], []
         for number in range(self.num_stages):
-            stream, taps = getattr(self, f"stage_{number}")(stream, context)
+            stage = getattr(self, f"stage_{number}")
+            stream, taps, stage_cache = stage(stream, context, cache and cache[number])
+            caches.append(stage_cache)
             collected.append(taps)
         hidden, log_scale = self.ends.finish(stream)
         taps = {name: jnp.concatenate([t[name] for t in collected]) for name in collected[0]}
-        return hidden, log_scale, taps
+        return hidden, log_scale, taps, caches
 
     def logits_of(self) -> Callable[[Array, Array], Array]:
         """The decoding function of some time steps, over the padded vocabulary."""
@@ -198,17 +264,51 @@ class Transformer(nnx.Module):
         return lambda hidden, log_scale: self.ends.decode(hidden, log_scale, matrix)
 
 
+class StageSizes(NamedTuple):
+    """A stage's blocks.
+
+    Attributes:
+        repeats: Number of blocks.
+        first_index: 0-based number of the first block in order of execution.
+        loops: How often the stage runs.
+    """
+
+    repeats: int
+    first_index: int
+    loops: int
+
+
+def stages_of(options: ConfigDict, loops: int) -> list[StageSizes]:
+    """The stages of a model: what is before the loop, in it and after it, where there is any.
+
+    Blocks after the loop keep the numbers that `options.loops` gives them, also where the loop runs
+    more or less often.
+    """
+    before, after = options.prelude_blocks, options.coda_blocks
+    inside = options.num_blocks - before - after
+    stages = [
+        StageSizes(before, 0, 1),
+        StageSizes(inside, before, loops),
+        StageSizes(after, before + inside * options.loops, 1),
+    ]
+    return [stage for stage in stages if stage.repeats]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)  # compared and hashed by identity, for caches
 class LanguageModel:
     """A model as pure functions of its parameters.
 
     Attributes:
+        options: The config's `model` node.
+        loops: How often the loop runs.
         infos: Nested dict like the parameters', with a `ParamInfo` at each leaf.
         vocab_size: True size of the vocabulary.
         warmup_steps: Optimizer steps over which NAG gains are warmed up; 0 for none.
         sublayer_names: Name of each sub-layer, in the order of the taps.
     """
 
+    options: ConfigDict
+    loops: int
     infos: dict[str, Any]
     vocab_size: int
     warmup_steps: int
@@ -232,23 +332,78 @@ class LanguageModel:
             return jnp.ones((), jnp.float32)
         return jnp.minimum(1.0, (jnp.asarray(step, jnp.float32) + 1) / self.warmup_steps)
 
-    def next_logits(
+    def prefill(
         self,
         params: dict[str, Any],
-        tokens: Int[Array, "B T"],
-        position: Int[Array, ""],
+        tokens: Int[Array, "B P"],
+        start: Int[Array, " B"],
+        length: int,
         step: Array | int,
-    ) -> Float[Array, "B V"]:
-        """Logits of the token after `position` alone, for rows that are one document each."""
-        module, hidden, log_scale, _ = self._forward(
-            params, tokens, jnp.ones_like(tokens), jnp.ones(tokens.shape, bool), step, False
-        )
-        hidden, log_scale = (
-            jax.lax.dynamic_slice_in_dim(x, position, 1, axis=1) for x in (hidden, log_scale)
-        )
-        return module.logits_of()(hidden, log_scale)[:, 0, : self.vocab_size]
+    ) -> tuple[Float[Array, "B V"], DecodeState]:
+        """Runs whole prompts and keeps what later tokens need of them.
 
-    def _forward(self, params, tokens, segment_ids, valid, step, taps):
+        Args:
+            params: Parameters.
+            tokens: One prompt a row, each with its padding on the left.
+            start: Column of each prompt's first token.
+            length: Columns of the cache: how far the rows may grow, P included.
+            step: Optimizer steps behind the parameters.
+
+        Returns:
+            Logits of the token after each prompt, and the state for `decode_step`.
+        """
+        batch, columns = tokens.shape
+        cache = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.cache_shapes(batch, length)
+        )
+        state = {"cache": cache, "position": jnp.int32(0), "start": start}
+        segment_ids = (jnp.arange(columns) >= start[:, None]).astype(jnp.int32)
+        return self._decode(params, tokens, segment_ids, state, step, True)
+
+    def decode_step(
+        self, params: dict[str, Any], tokens: Int[Array, " B"], state: DecodeState, step: Any
+    ) -> tuple[Float[Array, "B V"], DecodeState]:
+        """Adds one token to each row: logits of the next one, and the state after it."""
+        tokens = tokens[:, None]
+        return self._decode(params, tokens, jnp.ones_like(tokens), state, step, False)
+
+    def cache_shapes(self, batch: int, length: int) -> list[Cache]:
+        """Shapes and dtypes of the cache of `batch` rows of `length` columns, by stage."""
+        options = self.options
+        dtype = Numerics(options.compute_dtype).dtype
+
+        def shapes(name, entries):
+            branch = kind_class(f"model.{name}", options[name].kind)
+            one = cache_shapes(
+                branch, options[name], options.d_model, batch, length, dtype, name == "attention"
+            )
+            return {
+                key: jax.ShapeDtypeStruct((entries, *leaf.shape), leaf.dtype)
+                for key, leaf in one.items()
+            }
+
+        return [
+            {name: shapes(name, stage.repeats * stage.loops) for name in SUBLAYERS}
+            for stage in stages_of(options, self.loops)
+        ]
+
+    def _decode(self, params, tokens, segment_ids, state, step, prefill):
+        module = self.module(params)
+        position, start = state["position"], state["start"]
+        columns = position + jnp.arange(tokens.shape[1])
+        context = Context(
+            segment_ids=segment_ids,
+            positions=jnp.maximum(columns - start[:, None], 0),
+            valid=segment_ids > 0,
+            gain_warmup=self.gain_warmup(step),
+            taps=False,
+            decoding=Decoding(position, start, prefill),
+        )
+        hidden, log_scale, _, cache = module(tokens, context, state["cache"])
+        logits = module.logits_of()(hidden[:, -1:], log_scale[:, -1:])[:, 0, : self.vocab_size]
+        return logits, state | {"cache": cache, "position": position + tokens.shape[1]}
+
+    def _forward(self, params, tokens, segment_ids, valid, step, taps, packed=True):
         module = self.module(params)
         context = Context(
             segment_ids=segment_ids,
@@ -256,8 +411,10 @@ class LanguageModel:
             valid=valid,
             gain_warmup=self.gain_warmup(step),
             taps=taps,
+            packed=packed,
         )
-        return module, *module(tokens, context)
+        hidden, log_scale, measured, _ = module(tokens, context)
+        return module, hidden, log_scale, measured
 
     def evaluate_batch(
         self, params: dict[str, Any], batch: dict[str, Array], step: Array | int, taps: bool
@@ -300,20 +457,22 @@ class LanguageModel:
         step: Array | int = 0,
     ) -> Float[Array, "B T V"]:
         """Logits over the true vocabulary; a row is one document unless `segment_ids` is given."""
-        if segment_ids is None:
+        packed = segment_ids is not None
+        if not packed:
             segment_ids = jnp.ones_like(tokens)
         module, hidden, log_scale, _ = self._forward(
-            params, tokens, segment_ids, jnp.ones(tokens.shape, bool), step, False
+            params, tokens, segment_ids, jnp.ones(tokens.shape, bool), step, False, packed
         )
         return module.logits_of()(hidden, log_scale)[..., : self.vocab_size]
 
 
-def build_model(config: ConfigDict, vocab_size: int) -> LanguageModel:
+def build_model(config: ConfigDict, vocab_size: int, loops: int | None = None) -> LanguageModel:
     """Builds the model of a complete config without making any parameter.
 
     Args:
         config: The complete config.
         vocab_size: Size of the tokenizer's vocabulary.
+        loops: How often the loop runs, if not `model.loops` times; the parameters are the same.
 
     Returns:
         The model.
@@ -322,9 +481,10 @@ def build_model(config: ConfigDict, vocab_size: int) -> LanguageModel:
         ValueError: If a part declares a parameter without axes or role.
     """
     options = config.model
+    loops = options.loops if loops is None else loops
 
     def make(rngs):
-        return Transformer(options, vocab_size, rngs)
+        return Transformer(options, vocab_size, loops, rngs)
 
     definition = None
 
@@ -344,11 +504,14 @@ def build_model(config: ConfigDict, vocab_size: int) -> LanguageModel:
     if paths != sorted(flatten(infos)):
         raise ValueError("parameters must be flattened in the order of their paths")
     connection = kind_class("model.connection", options.connection.kind)
+    blocks_run = sum(stage.repeats * stage.loops for stage in stages_of(options, loops))
     return LanguageModel(
+        options=options,
+        loops=loops,
         infos=infos,
         vocab_size=vocab_size,
         warmup_steps=connection.warmup_steps(options.connection),
-        sublayer_names=SUBLAYERS * options.num_blocks,
+        sublayer_names=SUBLAYERS * blocks_run,
         _make=make,
         _definition=definition,
         _structure=jax.tree.structure(state),

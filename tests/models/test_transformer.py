@@ -10,7 +10,7 @@ from flax import nnx
 from small_models import VOCAB, packed_batch, random_params, small_model
 
 from nag_jax.models.context import Context, positions_in_document
-from nag_jax.models.transformer import Block
+from nag_jax.models.transformer import Block, Layers
 from nag_jax.parameters import flatten
 from nag_jax.validation import REMAT_POLICIES
 
@@ -77,7 +77,7 @@ def test_isolation_of_gradients():
 
     def loss(embedding):
         module = model.module(params)
-        stream, _ = module.stage_0(module.ends.start(embedding), context_of(BATCH))
+        stream, _, _ = module.stage_0(module.ends.start(embedding), context_of(BATCH))
         hidden, scale = module.ends.finish(stream)
         return jnp.sum(module.logits_of()(hidden, scale)[0, 6:] ** 2)
 
@@ -149,10 +149,11 @@ def test_remat_saves_memory():
     assert sizes["nothing_saveable"] < 0.7 * sizes["none"]
 
 
+@pytest.mark.parametrize("loops", [1, 2])
 @pytest.mark.parametrize("connection", CONNECTIONS)
-def test_scan_equals_a_python_loop(connection):
-    """Block i of the loop holds slice i of every stacked leaf; one tap for each sub-layer."""
-    model = small_model(connection__kind=connection, num_blocks=3)
+def test_scan_equals_a_python_loop(connection, loops):
+    """Block i of the loop holds slice i of every stacked leaf; one tap for each sub-layer run."""
+    model = small_model(connection__kind=connection, num_blocks=3, loops=loops)
     context = context_of(BATCH, taps=True)
 
     @jax.jit
@@ -161,18 +162,19 @@ def test_scan_equals_a_python_loop(connection):
         stream = start = module.ends.start(module.table(jnp.asarray(BATCH["tokens"][:, :-1])))
         definition, stacked = nnx.split(module.stage_0.blocks)
         collected = []
-        for index in range(3):
+        for layer in range(3 * loops):
+            index = layer % 3
             block = nnx.merge(definition, jax.tree.map(lambda x, i=index: x[i], stacked))
             assert isinstance(block, Block)
-            stream, taps = block(stream, context)
+            stream, taps, _ = block(stream, context, Layers(layer, index, layer))
             collected.append(taps)
         looped = {name: jnp.concatenate([c[name] for c in collected]) for name in collected[0]}
-        return module.stage_0(start, context), (stream, looped)
+        return module.stage_0(start, context)[:2], (stream, looped)
 
     (stream, taps), (looped_stream, looped_taps) = both(random_params(model))
     assert taps.keys() == looped_taps.keys()
-    assert all(values.shape == (6,) for values in taps.values())
-    assert model.sublayer_names == ("attention", "feedforward") * 3
+    assert all(values.shape == (6 * loops,) for values in taps.values())
+    assert model.sublayer_names == ("attention", "feedforward") * 3 * loops
     for a, b in zip(stream, looped_stream, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
     for name, values in taps.items():
@@ -259,9 +261,8 @@ def test_bfloat16_stays_close_to_float32_over_48_blocks():
 
     def hidden(model):
         tokens = jnp.asarray(batch["tokens"][:, :-1])
-        direction, log_norm, _ = jax.jit(lambda p: model.module(p)(tokens, context_of(batch)))(
-            params
-        )
+        run = jax.jit(lambda p: model.module(p)(tokens, context_of(batch))[:2])
+        direction, log_norm = run(params)
         return np.asarray(direction, np.float64), np.asarray(log_norm, np.float64), direction.dtype
 
     r, s, dtype = hidden(full)

@@ -31,12 +31,13 @@ class HalfPreNorm(PreNorm):
 class DoubledAttention(GroupedQueryAttention):
     """The package's attention times a learned scalar that starts at 2."""
 
-    def __init__(self, options, d_model, numerics, rngs):
-        super().__init__(options, d_model, numerics, rngs)
+    def __init__(self, options, d_model, initialisation, numerics, rngs):
+        super().__init__(options, d_model, initialisation, numerics, rngs)
         self.factor = declare(jnp.asarray(2.0), (), "scale")
 
     def __call__(self, x, keep, context):
-        return BranchOut(self.factor[...] * super().__call__(x, keep, context).y)
+        out = super().__call__(x, keep, context)
+        return BranchOut(self.factor[...] * out.y, cache=out.cache)
 
 
 class Diagonal(nnx.Module):
@@ -46,7 +47,7 @@ class Diagonal(nnx.Module):
     def defaults():
         return {"weight": 0.25}
 
-    def __init__(self, options, d_model, numerics, rngs):
+    def __init__(self, options, d_model, initialisation, numerics, rngs):
         values = jax.random.normal(rngs.params(), (d_model, d_model))
         self.kernel = declare(
             values, ("embed", "hidden"), "matrix", rows=("embed",), columns=("hidden",)
@@ -62,35 +63,35 @@ class Diagonal(nnx.Module):
 class Undeclared(Diagonal):
     """Makes a parameter without a record."""
 
-    def __init__(self, options, d_model, numerics, rngs):
-        super().__init__(options, d_model, numerics, rngs)
+    def __init__(self, options, d_model, initialisation, numerics, rngs):
+        super().__init__(options, d_model, initialisation, numerics, rngs)
         self.extra = nnx.Param(jnp.zeros(d_model))
 
 
 class UnknownAxis(Diagonal):
     """Names an axis that does not exist, through the helper."""
 
-    def __init__(self, options, d_model, numerics, rngs):
+    def __init__(self, options, d_model, initialisation, numerics, rngs):
         self.kernel = declare(jnp.zeros(d_model), ("wavelength",), "scale")
 
 
 class UnknownRole(Diagonal):
     """Names a role that does not exist, as metadata of its own."""
 
-    def __init__(self, options, d_model, numerics, rngs):
+    def __init__(self, options, d_model, initialisation, numerics, rngs):
         self.kernel = nnx.Param(jnp.zeros(d_model), axes=("embed",), role="colour")
 
 
 class HandMadeAxis(Diagonal):
     """Names an axis that does not exist, as metadata of its own."""
 
-    def __init__(self, options, d_model, numerics, rngs):
+    def __init__(self, options, d_model, initialisation, numerics, rngs):
         self.kernel = nnx.Param(jnp.zeros(d_model), axes=("wavelength",), role="scale")
 
 
 class HandMade(Diagonal):
     """A right record written as plain metadata, without the helper."""
 
-    def __init__(self, options, d_model, numerics, rngs):
-        super().__init__(options, d_model, numerics, rngs)
+    def __init__(self, options, d_model, initialisation, numerics, rngs):
+        super().__init__(options, d_model, initialisation, numerics, rngs)
         self.shift = nnx.Param(jnp.zeros(d_model), axes=("embed",), role="bias")
