@@ -24,6 +24,7 @@ ARGUMENTS = {
         "source=huggingface,tokenizer=tiktoken",
         "smoke",
     ],
+    "residual_free_small": ["", "smoke", "initialisation=gaussian"],
 }
 SPECS = [
     f"{path}:{arg}"
