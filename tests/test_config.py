@@ -24,7 +24,13 @@ ARGUMENTS = {
         "source=huggingface,tokenizer=tiktoken",
         "smoke",
     ],
-    "residual_free_small": ["", "smoke", "initialisation=gaussian"],
+    "residual_free_small": [
+        "",
+        "smoke",
+        "initialisation=gaussian",
+        "initialisation=xavier",
+        "initialisation=kaiming",
+    ],
 }
 SPECS = [
     f"{path}:{arg}"
