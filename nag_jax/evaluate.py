@@ -38,6 +38,7 @@ _BY = flags.DEFINE_enum(
 )
 _BATCH = flags.DEFINE_integer("batch_size", 16, "rows per forward pass; no result depends on it")
 _JSON = flags.DEFINE_string("json", "", "also write the results to this file")
+_LOOPS = flags.DEFINE_integer("loops", None, "runs of the model's loop; as in training by default")
 _USER_KINDS = flags.DEFINE_bool(
     "allow_user_kinds", False, "import classes that the checkpoint's config names"
 )
@@ -138,7 +139,10 @@ def main(config, flag_values) -> int:
         require_writable("--json", out)
     texts = Texts(flag_values)
     run = load_run(
-        flag_values.checkpoint, flag_values.step, allow_user_kinds=flag_values.allow_user_kinds
+        flag_values.checkpoint,
+        flag_values.step,
+        loops=flag_values.loops,
+        allow_user_kinds=flag_values.allow_user_kinds,
     )
     if texts:
         result = run.evaluate(texts, flag_values.batch_size)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,9 @@ from nag_jax.sharding.mesh import single_device_mesh
 from nag_jax.training import start
 from nag_jax.training.checkpoints import CheckpointReader, find_checkpoint
 from nag_jax.training.state import abstract_params
+
+# More would overflow nothing but patience; a typing error should not compile for hours.
+MAX_LOOPS = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,31 +146,46 @@ class Run:
         )
 
     def generate(
-        self,
-        prompt: str,
-        *,
-        max_tokens: int | None = None,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        on_text: Callable[[str], None] | None = None,
+        self, prompt: str, *, on_text: Callable[[str], None] | None = None, **settings: Any
     ) -> generation.Generation:
-        """Continues a prompt; see `nag_jax.evals.generate.generate`."""
+        """Continues a prompt.
+
+        Args:
+            prompt: Text to continue.
+            on_text: Called with each piece of text as soon as it is whole.
+            **settings: max_tokens, temperature, top_k, top_p and seed, as in
+                `nag_jax.evals.generate.generate`.
+
+        Returns:
+            The continuation, and why it ended.
+
+        Raises:
+            UserError: A setting is out of range, or the prompt leaves no room in the context.
+        """
+        show = None if on_text is None else lambda _, piece: on_text(piece)
+        return self.generate_batch([prompt], on_text=show, **settings)[0]
+
+    def generate_batch(
+        self,
+        prompts: Sequence[str],
+        *,
+        on_text: Callable[[int, str], None] | None = None,
+        **settings: Any,
+    ) -> list[generation.Generation]:
+        """Continues prompts of any lengths together, in their order; as `generate`.
+
+        `on_text` is called with the prompt's number too.
+        """
         return generation.generate(
             self.model,
             self.params,
             self.tokenizer,
-            prompt,
+            prompts,
             step=self.age,
             mesh=self.mesh,
             context=self.config.data.row_length,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
             on_text=on_text,
+            **settings,
         )
 
 
@@ -186,6 +204,7 @@ def load_run(
     mesh: Mesh | None = None,
     dtype: Any = None,
     *,
+    loops: int | None = None,
     allow_user_kinds: bool = False,
 ) -> Run:
     """Loads a run from its folder, its checkpoints folder or one step's folder.
@@ -195,6 +214,7 @@ def load_run(
         step: Which step; the one that `path` names, or the newest intact one, by default.
         mesh: Where to put the parameters, whatever mesh wrote them; one device by default.
         dtype: Dtype of the parameters instead of float32, such as jnp.bfloat16.
+        loops: How often the model's loop runs, if not as often as in training.
         allow_user_kinds: Whether a config that names classes of its user's own may import them.
 
     Returns:
@@ -218,7 +238,9 @@ def load_run(
     with tempfile.TemporaryDirectory() as scratch:
         start.restore_folder(documents, start.TOKENIZER_FOLDER, epath.Path(scratch))
         tokenizer = tokenizers.load(scratch, allow_user_kinds=allow_user_kinds)
-    model = build_model(config, tokenizer.vocab_size)
+    if loops is not None and not 1 <= loops <= MAX_LOOPS:
+        raise UserError(f"loops is {loops}; it must be between 1 and {MAX_LOOPS}")
+    model = build_model(config, tokenizer.vocab_size, loops)
     mesh = single_device_mesh() if mesh is None else mesh
     _, arrays = reader.restore(step, {"params": abstract_params(model, mesh, dtype)})
     fingerprint, corpus_fingerprint = start.read_fingerprints(documents)

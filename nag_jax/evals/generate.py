@@ -1,9 +1,9 @@
-"""Sampling text from a model, token by token."""
+"""Sampling text from a model, token by token, over a cache of what came before."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,9 @@ from jaxtyping import Array, Float, Int
 from nag_jax.data.packing import utf8_length
 from nag_jax.errors import UserError
 from nag_jax.models.transformer import LanguageModel
+from nag_jax.sharding import rules
 
-# Sequences are padded to these lengths (and multiples of the last): a few programs serve all.
+# Prompts and caches have these lengths (and multiples of the last): a few programs serve all.
 _BUCKETS = (64, 128, 256, 512)
 
 
@@ -66,15 +67,30 @@ def choose_token(
     return order[jnp.where(temperature > 0, drawn, 0)]
 
 
-@functools.lru_cache(maxsize=8)
-def _sampler(model: LanguageModel) -> Callable:
-    def sample(params, tokens, length, step, key, temperature, top_k, top_p):
-        # Positions after `length` cannot be seen from before it.
-        logits = model.next_logits(params, tokens[None], length - 1, step)[0]
-        key = jax.random.fold_in(key, length)
-        return choose_token(logits, key, temperature, top_k, top_p)
+class _Programs(NamedTuple):
+    """Jitted functions of one model: they compile once for each bucket of shapes."""
 
-    return jax.jit(sample)
+    first: Callable  # whole prompts in, one token a row and the state out
+    advance: Callable  # one token a row in, the next one and the state out; the state is donated
+
+
+@functools.lru_cache(maxsize=8)
+def _programs(model: LanguageModel) -> _Programs:
+    def choose(logits, state, keys, settings):
+        # The number of tokens before, so that a row's draws do not depend on its padding.
+        lengths = state["position"] - state["start"]
+        keys = jax.vmap(jax.random.fold_in)(keys, lengths)
+        return jax.vmap(choose_token, (0, 0, None, None, None))(logits, keys, *settings), state
+
+    def first(params, tokens, start, length, step, keys, settings):
+        return choose(*model.prefill(params, tokens, start, length, step), keys, settings)
+
+    def advance(params, state, tokens, step, keys, settings):
+        return choose(*model.decode_step(params, tokens, state, step), keys, settings)
+
+    return _Programs(
+        jax.jit(first, static_argnames="length"), jax.jit(advance, donate_argnames="state")
+    )
 
 
 def _bucket(length: int) -> int:
@@ -123,7 +139,7 @@ def generate(
     model: LanguageModel,
     params: dict[str, Any],
     tokenizer: Any,
-    prompt: str,
+    prompts: Sequence[str],
     *,
     step: int,
     mesh: Mesh,
@@ -133,27 +149,30 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
-    on_text: Callable[[str], None] | None = None,
-) -> Generation:
-    """Continues a prompt until a new document, the context's end or `max_tokens`.
+    on_text: Callable[[int, str], None] | None = None,
+) -> list[Generation]:
+    """Continues each prompt until a new document, the context's end or `max_tokens`.
+
+    The prompts run together, each token over the cached keys and values of those before. What a
+    prompt gives depends on its place among the prompts, but not on what the others are.
 
     Args:
         model: The model.
         params: Its parameters on `mesh`.
         tokenizer: The run's tokenizer.
-        prompt: Text to continue; may be empty.
+        prompts: Texts to continue; may be empty ones.
         step: Optimizer steps behind the parameters.
         mesh: Where the parameters live.
         context: Tokens that the model was trained to see, the beginning-of-document token included.
-        max_tokens: At most so many new tokens; None for as many as fit.
+        max_tokens: At most so many new tokens a prompt; None for as many as fit.
         temperature: Divides the logits; 0 takes the most likely token each time.
         top_k: Only the k most likely tokens may be drawn; 0 for all.
         top_p: Only the most likely tokens that together reach this probability.
-        seed: Seed of the draws; the same seed gives the same text.
-        on_text: Called with each piece of text as soon as it is whole.
+        seed: Seed of the draws; the same seed gives the same texts.
+        on_text: Called with a prompt's number and each piece of its text as soon as it is whole.
 
     Returns:
-        The continuation and why it ended.
+        The continuations in the order of the prompts, and why each ended.
 
     Raises:
         UserError: As `check_settings` and `encode_prompt`.
@@ -161,42 +180,74 @@ def generate(
     check_settings(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
-    ids = encode_prompt(tokenizer, prompt, context)
-    room = context + 1 - len(ids)
-    limit = room if max_tokens is None else min(room, max_tokens)
-    sampler, text_stream = _sampler(model), tokenizer.stream()
-    key = jax.random.key(seed)
-    top_k = min(top_k, model.vocab_size)
-    temperature = min(temperature, float(jnp.finfo(jnp.float32).max))
-    settings = (jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p))
-    new: list[int] = []
-    pieces: list[str] = []
+    if not prompts:
+        return []
+    ids = [encode_prompt(tokenizer, prompt, context) for prompt in prompts]
+    rows = [_Row(tokenizer, len(tokens), context, max_tokens) for tokens in ids]
+    most = max(row.limit for row in rows)
 
-    def emit(piece: str) -> None:
-        pieces.append(piece)
-        if on_text is not None and piece:
-            on_text(piece)
-
-    stop = "context" if limit == room else "max_tokens"
+    columns = min(_bucket(max(map(len, ids))), context)
+    count = _padded_count(len(ids), mesh)
+    tokens = np.full((count, columns), tokenizer.bos_id, np.int32)
+    for row, sequence in zip(tokens, ids, strict=False):
+        row[columns - len(sequence) :] = sequence
+    lengths = [len(sequence) for sequence in ids] + [1] * (count - len(ids))
+    start = columns - np.array(lengths, np.int32)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(count))
+    settings = (
+        jnp.float32(min(temperature, float(jnp.finfo(jnp.float32).max))),
+        jnp.int32(min(top_k, model.vocab_size)),
+        jnp.float32(top_p),
+    )
+    programs, step = _programs(model), jnp.int32(step)
     with jax.set_mesh(mesh):
-        while len(new) < limit:
-            sequence = ids + new
-            padded = np.full(min(_bucket(len(sequence)), max(context, 1)), tokenizer.bos_id)
-            padded[: len(sequence)] = sequence
-            token = int(
-                sampler(
-                    params,
-                    jnp.asarray(padded, jnp.int32),
-                    jnp.int32(len(sequence)),
-                    jnp.int32(step),
-                    key,
-                    *settings,
-                )
-            )
-            if token == tokenizer.bos_id:
-                stop = "document"
+        length = _bucket(columns + most - 1)
+        drawn, state = programs.first(params, tokens, start, length, step, keys, settings)
+        for number in range(1, most + 1):
+            current = drawn
+            if number < most:  # is under way while this one is decoded
+                drawn, state = programs.advance(params, state, current, step, keys, settings)
+            for index, (row, token) in enumerate(zip(rows, np.asarray(current), strict=False)):
+                piece = row.add(int(token))
+                if piece and on_text is not None:
+                    on_text(index, piece)
+            if all(row.stop for row in rows):
                 break
-            new.append(token)
-            emit(text_stream.push(token))
-    emit(text_stream.flush())
-    return Generation("".join(pieces), tuple(new), stop)
+    return [Generation("".join(row.pieces), tuple(row.tokens), row.stop) for row in rows]
+
+
+class _Row:
+    """One continuation as it grows."""
+
+    def __init__(self, tokenizer: Any, prompt_length: int, context: int, max_tokens: int | None):
+        room = context + 1 - prompt_length
+        self.limit = room if max_tokens is None else min(room, max_tokens)
+        self.at_limit = "context" if self.limit == room else "max_tokens"
+        self.bos_id, self.text_stream = tokenizer.bos_id, tokenizer.stream()
+        self.tokens: list[int] = []
+        self.pieces: list[str] = []
+        self.stop = ""
+
+    def add(self, token: int) -> str:
+        """Takes the next token, unless the row has stopped; returns the text it completes."""
+        if self.stop:
+            return ""
+        piece = ""
+        if token == self.bos_id:
+            self.stop = "document"
+        else:
+            self.tokens.append(token)
+            piece = self.text_stream.push(token)
+            if len(self.tokens) == self.limit:
+                self.stop = self.at_limit
+        if self.stop:
+            piece += self.text_stream.flush()
+        self.pieces.append(piece)
+        return piece
+
+
+def _padded_count(prompts: int, mesh: Mesh) -> int:
+    """Rows of the batch: a power of two, and a multiple of the devices that share rows."""
+    count = 1 << (prompts - 1).bit_length()
+    shards = rules.batch_shards(mesh)
+    return -(-count // shards) * shards

@@ -401,6 +401,9 @@ class LanguageModel:
         )
         hidden, log_scale, _, cache = module(tokens, context, state["cache"])
         logits = module.logits_of()(hidden[:, -1:], log_scale[:, -1:])[:, 0, : self.vocab_size]
+        cache = jax.tree.map(
+            lambda leaf: rules.constrain(leaf, None, "batch", *(None,) * (leaf.ndim - 2)), cache
+        )
         return logits, state | {"cache": cache, "position": position + tokens.shape[1]}
 
     def _forward(self, params, tokens, segment_ids, valid, step, taps, packed=True):

@@ -4,6 +4,7 @@ The rules say nothing of any module: a parameter brings its logical axes, and th
 which of them is split over which mesh axis.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -52,6 +53,11 @@ def parameter_shardings(infos: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         infos,
         is_leaf=lambda node: isinstance(node, ParamInfo),
     )
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Number of devices, or groups of devices, that share the rows of a batch."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -10,6 +10,7 @@ from small_models import packed_batch, random_params, small_model
 
 from nag_jax.data.tokenizers import ByteTokenizer
 from nag_jax.errors import UserError
+from nag_jax.evals import generate as generate_lib
 from nag_jax.evals.generate import choose_token, generate
 from nag_jax.sharding.mesh import single_device_mesh
 
@@ -110,6 +111,58 @@ def test_seeds(loaded):
     assert len(set(texts)) == 3
 
 
+PROMPTS = ["b", "", "some é😀", "0123456789abcde", "b"]
+
+
+def test_prompts_of_a_batch(loaded):
+    """A prompt's text depends on its place, not on its neighbours; each stops for itself."""
+    together = loaded.generate_batch(PROMPTS, seed=5)
+    others = loaded.generate_batch(["", "", "some é😀", "xyz"], seed=5)
+    assert others[1:3] == together[1:3]
+    assert loaded.generate("b", seed=5) == together[0] != together[4]
+    greedy_texts = loaded.generate_batch(PROMPTS, temperature=0)
+    assert [text.tokens for text in greedy_texts] == [greedy(loaded, p, CONTEXT) for p in PROMPTS]
+    assert len(greedy_texts[3].tokens) <= 1
+    assert loaded.generate_batch([]) == []
+
+
+def test_pieces_of_a_batch(loaded):
+    pieces = {index: [] for index in range(len(PROMPTS))}
+    results = loaded.generate_batch(PROMPTS, on_text=lambda index, text: pieces[index].append(text))
+    assert ["".join(pieces[index]) for index in pieces] == [result.text for result in results]
+
+
+def test_one_program_for_each_bucket(loaded):
+    """Lengths of prompts and outputs, and all settings, share programs."""
+    loaded.generate("b")
+    programs = generate_lib._programs(loaded.model)
+    before = [program._cache_size() for program in programs]
+    loaded.generate("bcd", max_tokens=3, temperature=0.5, top_k=3, top_p=0.9, seed=9)
+    loaded.generate("bc", max_tokens=5)
+    assert [program._cache_size() for program in programs] == before
+
+
+def test_a_token_does_not_copy_the_cache():
+    """The result aliases the donated state, and no temporary has the size of the cache."""
+    model = small_model(num_blocks=4)
+    params = random_params(model)
+    shapes = model.cache_shapes(4, 4096)
+    size = sum(np.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    state = {
+        "cache": shapes,
+        "position": jax.ShapeDtypeStruct((), jnp.int32),
+        "start": jax.ShapeDtypeStruct((4,), jnp.int32),
+    }
+    keys = jax.vmap(jax.random.key)(jnp.arange(4))
+    settings = (jnp.float32(1), jnp.int32(0), jnp.float32(1))
+    advance = generate_lib._programs(model).advance
+    tokens = jax.ShapeDtypeStruct((4,), jnp.int32)
+    memory = advance.lower(params, state, tokens, 0, keys, settings).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= size
+    # One layer's keys and values at a time, for the products.
+    assert memory.temp_size_in_bytes < 0.5 * size
+
+
 def test_it_stops_where_it_says(loaded):
     whole = loaded.generate("b", temperature=0)
     assert whole.stop == "context" and len(whole.tokens) == CONTEXT + 1 - 2
@@ -129,22 +182,29 @@ class Scripted:
     def __init__(self, script):
         self.script = jnp.asarray(list(script), jnp.int32)
 
-    def next_logits(self, params, tokens, position, step):
-        token = self.script[jnp.minimum(position, len(self.script) - 1)]  # after BOS, no prompt
-        return jax.nn.one_hot(token, self.vocab_size)[None] * 50.0
+    def prefill(self, params, tokens, start, length, step):
+        return self._next({"position": tokens.shape[1], "start": start})
+
+    def decode_step(self, params, tokens, state, step):
+        return self._next(state | {"position": state["position"] + 1})
+
+    def _next(self, state):
+        place = state["position"] - state["start"] - 1  # after BOS, no prompt
+        tokens = self.script[jnp.minimum(place, len(self.script) - 1)]
+        return jax.nn.one_hot(tokens, self.vocab_size) * 50.0, state
 
 
 def scripted(script, context=64, **options):
     pieces = []
-    result = generate(
+    (result,) = generate(
         Scripted(script),
         {},
         ByteTokenizer(),
-        "",
+        [""],
         step=0,
         mesh=single_device_mesh(),
         context=context,
-        on_text=pieces.append,
+        on_text=lambda _, piece: pieces.append(piece),
         **options,
     )
     return result, pieces
@@ -221,9 +281,7 @@ def test_padding_the_vocabulary_changes_nothing(connection):
         assert model.infos["table"]["rows"].shape[0] == len(values["table"]["rows"])
         out = jax.jit(lambda p, m=model: m.evaluate_batch(p, batch, 0, False)["nats"])(values)
         place = {"step": 0, "mesh": single_device_mesh(), "context": 16}
-        texts = [
-            generate(model, values, ByteTokenizer(), "ab", seed=seed, **place) for seed in range(4)
-        ]
+        texts = generate(model, values, ByteTokenizer(), ["ab"] * 4, seed=3, **place)
         results.append((np.asarray(out), texts))
     np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-6, atol=1e-6)
     assert results[0][1] == results[1][1]
