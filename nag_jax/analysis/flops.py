@@ -99,13 +99,14 @@ def memory_estimate(
 
     Parameters, gradients and optimizer state are exact up to sharding, which divides them by
     `fsdp`. With n tokens a micro-batch on a device, c bytes a number of the compute dtype, and per
-    token of a block: w outputs of weight products, q inputs of attention's output projection, d the
-    stream,
+    token of a block: w outputs of weight products, q inputs of attention's output projection, v
+    outputs of convolutions, d the stream,
 
         kept per block = n c d                    remat "nothing_saveable"
                          n c (d + w + q)          the policies that keep products of weights
-                         2.2 n c (d + w + q)      "none"
-        workspace      = 4 n c w  (one block's backward pass: intermediates and their cotangents)
+                         2.2 n c (d + w + q + v)  "none"
+        workspace      = 4 n c (w + v)  (one block's backward pass: intermediates and their
+                         cotangents)
                          + two chunks of attention scores + three chunks of logits, in float32
 
     The constants fit XLA's own memory analysis on CPU, mostly within a quarter; the compiler of
@@ -128,7 +129,7 @@ def memory_estimate(
     model, rows = config.model, config.train.batch_size / config.train.accumulation / (data * fsdp)
     length = config.data.row_length
     itemsize = jnp.dtype(model.compute_dtype).itemsize
-    outputs = attention_output = 0.0  # numbers per token, over all blocks
+    outputs = attention_output = convolved = 0.0  # numbers per token, over all blocks
     for path, info in flat.items():
         if info.axes[:1] != (STACK_AXIS,):
             continue
@@ -138,14 +139,17 @@ def memory_estimate(
                 attention_output += info.shape[0] * math.prod(info.shape[i] for i in info.rows)
         elif info.role == "gate" and "embed" in info.axes:
             outputs += math.prod(info.shape) // model.d_model
+        elif info.role == "conv":  # an axis named twice is the inputs' and the outputs'
+            sizes = dict(zip(info.axes, info.shape, strict=True))
+            convolved += math.prod(sizes.values()) // sizes["lags"]
     stream = model.num_blocks * model.d_model
     kept = {
         "nothing_saveable": stream,
-        "none": _KEEP_ALL * (stream + outputs + attention_output),
+        "none": _KEEP_ALL * (stream + outputs + attention_output + convolved),
     }.get(model.remat, stream + outputs + attention_output)
     chunk = min(model.loss_chunk or length, length)
     padded = next(info.shape[0] for info in flat.values() if info.role == "embedding")
-    workspace = _WORKSPACE * itemsize * rows * length * outputs / model.num_blocks
+    workspace = _WORKSPACE * itemsize * rows * length * (outputs + convolved) / model.num_blocks
     workspace += _LOGIT_COPIES * 4 * rows * chunk * padded
     attention = model.attention
     if "query_chunk" in attention:

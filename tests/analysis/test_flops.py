@@ -45,6 +45,15 @@ def test_forward_flops_of_a_norm_agnostic_model():
     }
 
 
+def test_forward_flops_of_ccgqa():
+    kernels = ("model.attention.depthwise_kernel=3", "model.attention.grouped_kernel=2")
+    config, model = build(*NAG, "model.attention.kind=ccgqa", *kernels)
+    parts = flops.forward_flops(model.infos, config, VOCAB)
+    assert parts["attention"] == BLOCKS * (2 * D * (Q + 2 * K) + 2 * Q * D)
+    assert parts["convolutions"] == BLOCKS * (2 * 3 * (Q + K) + 2 * 2 * (Q + K) * HEAD_DIM)
+    assert parts["attention context"] == BLOCKS * 4 * Q * (T + 1) / 2
+
+
 def test_forward_flops_of_a_prenorm_mlp_model_with_a_free_head():
     overrides = ("model.connection.kind=prenorm", "model.feedforward.kind=mlp")
     config, model = build(*SIZES, *overrides, "model.connection.head=free")
@@ -112,14 +121,23 @@ def test_memory_of_parameters_and_optimizer_state_is_exact():
     assert sharded["workspace"] == pytest.approx(memory["workspace"] / 8)
 
 
-@pytest.mark.parametrize("remat", ["nothing_saveable", "dots_with_no_batch_dims_saveable", "none"])
-def test_activation_estimate_is_near_the_compilers(remat):
+@pytest.mark.parametrize(
+    "remat, attention",
+    [
+        ("nothing_saveable", "gqa"),
+        ("dots_with_no_batch_dims_saveable", "gqa"),
+        ("none", "gqa"),
+        ("dots_with_no_batch_dims_saveable", "ccgqa"),
+    ],
+)
+def test_activation_estimate_is_near_the_compilers(remat, attention):
     rows, length = 8, 256
     config, model = build(
         "model.d_model=128",
         "model.num_blocks=4",
         "model.feedforward.hidden=320",
         f"model.remat={remat}",
+        f"model.attention.kind={attention}",
         f"train.batch_size={rows}",
         f"data.row_length={length}",
     )

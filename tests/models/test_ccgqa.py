@@ -10,16 +10,25 @@ import pytest
 from flax import nnx
 from ml_collections import ConfigDict
 from numpy_ccgqa import ccgqa
-from small_models import VOCAB, as_float64, small_config, small_model
+from numpy_network import Network
+from small_models import (
+    VOCAB,
+    as_float64,
+    packed_batch,
+    random_params,
+    small_config,
+    small_model,
+)
 
-from nag_jax.analysis.flops import forward_flops
 from nag_jax.errors import UserError
 from nag_jax.models.cache import LayerCache
 from nag_jax.models.ccgqa import CompressedConvolutionalAttention
 from nag_jax.models.context import Context, positions_in_document
 from nag_jax.models.initialisation import FanIn
 from nag_jax.models.linear import Numerics
+from nag_jax.models.transformer import build_model
 from nag_jax.parameters import flatten, info_of
+from nag_jax.validation import validate
 
 D_MODEL = 10
 SMALL = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "query_chunk": 4}
@@ -285,3 +294,81 @@ def test_parameters_are_declared():
         "query": ("matrix", (D_MODEL, 4, 4)),
         "value": ("matrix", (D_MODEL, 2, 4)),
     }
+
+
+class CcgqaNetwork(Network):
+    """The whole network in NumPy, with CCGQA as its attention."""
+
+    def branch(self, name, x, w, segment_ids):
+        if name == "attention":
+            return ccgqa(x, w, self.options.attention, segment_ids)
+        return super().branch(name, x, w, segment_ids)
+
+
+def test_logits_of_a_network(x64):
+    config = small_config(compute_dtype="float64", attention__kind="ccgqa")
+    model = build_model(config, VOCAB)
+    params = as_float64(random_params(model))
+    batch = packed_batch([[5, 1, 3]], 8)
+    tokens, segment_ids = batch["tokens"], batch["segment_ids"]
+    logits = jax.jit(model.logits)(params, tokens, segment_ids, config.train.steps)
+    expected = CcgqaNetwork(config.model, VOCAB, params).logits(tokens[0], segment_ids[0])
+    np.testing.assert_allclose(logits[0], expected, rtol=1e-8, atol=1e-9)
+
+
+def test_decoding_equals_the_full_forward(quick_compile):
+    """A looped model: every prompt's and every step's logits, prompts padded on their left."""
+    model = small_model(attention__kind="ccgqa", loops=2, num_blocks=3, prelude_blocks=1)
+    params = random_params(model)
+    rng = np.random.default_rng(8)
+    prompts, steps, longest = (1, 2, 3, 17), 3, 17
+    tokens = [rng.integers(0, VOCAB, n + steps) for n in prompts]
+    rows = np.zeros((len(prompts), longest + steps), np.int32)
+    padded = np.zeros((len(prompts), longest), np.int32)
+    for row, (n, document) in enumerate(zip(prompts, tokens, strict=True)):
+        rows[row, : n + steps] = document
+        padded[row, longest - n :] = document[:n]
+    whole = jax.jit(lambda params, rows: model.logits(params, rows))(params, rows)
+
+    prefill, step = jax.jit(model.prefill, static_argnums=3), jax.jit(model.decode_step)
+    start = longest - np.array(prompts, np.int32)
+    logits, state = prefill(params, padded, start, longest + steps, 0)
+    for t in range(steps + 1):
+        expected = [whole[row, n + t - 1] for row, n in enumerate(prompts)]
+        np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
+        if t < steps:
+            added = np.array([document[n + t] for n, document in zip(prompts, tokens, strict=True)])
+            logits, state = step(params, added, state, 0)
+
+
+@pytest.mark.parametrize(
+    "key, value, named",
+    [
+        ("head_dim", 5, ["model.attention.head_dim"]),
+        ("head_dim", 10, ["model.attention.head_dim=10", "model.attention.rope_fraction=0.5"]),
+        ("depthwise_kernel", 0, ["model.attention.depthwise_kernel"]),
+        ("grouped_kernel", 0, ["model.attention.grouped_kernel"]),
+    ],
+)
+def test_sizes_that_cannot_work_are_refused(key, value, named):
+    keys = {"attention__rope_fraction": 0.5, f"attention__{key}": value}
+    config = small_config(attention__kind="ccgqa", **({"attention__head_dim": 4} | keys))
+    with pytest.raises(UserError) as error:
+        validate(config)
+    assert all(name in str(error.value) for name in named)
+
+
+def test_memory_is_linear_in_length(quick_compile):
+    options = options_of(query_chunk=16)
+    params, run = branch(options)
+    sizes = []
+    for length in (128, 256):
+        segment_ids = jnp.ones((1, length), jnp.int32)
+
+        def loss(params, x, segment_ids=segment_ids):
+            return jnp.sum(run(params, x, context_of(segment_ids)).y)
+
+        x = jax.ShapeDtypeStruct((1, length, D_MODEL), jnp.float32)
+        compiled = jax.jit(jax.grad(loss)).lower(params, x).compile()
+        sizes.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert sizes[1] < 2.2 * sizes[0]
