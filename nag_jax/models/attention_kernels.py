@@ -325,7 +325,7 @@ class Kernel(NamedTuple):
 
 # In the order in which "auto" tries them.
 KERNELS = {
-    "splash": Kernel("tpu", LANES, "fused, skips masked blocks", _splash_refusal, splash),
+    "splash": Kernel("tpu", LANES, "fused, isolates documents", _splash_refusal, splash),
     "cudnn": Kernel("gpu", 8, "fused, rows of one document", _cudnn_refusal, cudnn),
     "tokamax": Kernel("gpu", 1, "fused, rows of one document", _tokamax_refusal, tokamax),
 }
