@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from rich.filesize import decimal
 
 from nag_jax.kinds import kind_class
+from nag_jax.models.stages import StageSizes, stages_of
 from nag_jax.parameters import STACK_AXIS, ParamInfo, flatten
 
 # Backward through a product costs two products of its size: by the weight and by the input.
@@ -46,17 +47,19 @@ def forward_flops(
         vocab_size: True size of the vocabulary.
     """
     parts: defaultdict[str, float] = defaultdict(float)
+    stages = stages_of(config.model)
     for path, info in flatten(infos).items():
+        flops = 2 * info.size * _loops(path, stages)
         if info.role == "matrix":
-            parts[_sublayer(path)] += 2 * info.size
+            parts[_sublayer(path)] += flops
         elif info.role == "gate" and "embed" in info.axes:  # alpha, beta, p, b are elementwise
-            parts["gates"] += 2 * info.size
+            parts["gates"] += flops
         elif info.role == "conv":
-            parts["convolutions"] += 2 * info.size
+            parts["convolutions"] += flops
     kind = kind_class("model.attention", config.model.attention.kind)
     if hasattr(kind, "context_flops"):
         per_block = kind.context_flops(config.model.attention, config.data.row_length)
-        parts["attention context"] += config.model.num_blocks * per_block
+        parts["attention context"] += sum(stage.runs for stage in stages.values()) * per_block
     parts["decode"] += 2 * config.model.d_model * vocab_size
     return dict(parts)
 
@@ -129,27 +132,30 @@ def memory_estimate(
     model, rows = config.model, config.train.batch_size / config.train.accumulation / (data * fsdp)
     length = config.data.row_length
     itemsize = jnp.dtype(model.compute_dtype).itemsize
+    stages = stages_of(model)
     outputs = attention_output = convolved = 0.0  # numbers per token, over all blocks
     for path, info in flat.items():
         if info.axes[:1] != (STACK_AXIS,):
             continue
+        runs = info.shape[0] * _loops(path, stages)
         if info.role == "matrix":
-            outputs += info.shape[0] * math.prod(info.shape[i] for i in info.columns)
+            outputs += runs * math.prod(info.shape[i] for i in info.columns)
             if _sublayer(path) == "attention" and info.columns == (info.axes.index("embed"),):
-                attention_output += info.shape[0] * math.prod(info.shape[i] for i in info.rows)
+                attention_output += runs * math.prod(info.shape[i] for i in info.rows)
         elif info.role == "gate" and "embed" in info.axes:
-            outputs += math.prod(info.shape) // model.d_model
+            outputs += runs * info.size // info.shape[0] // model.d_model
         elif info.role == "conv":  # an axis named twice is the inputs' and the outputs'
             sizes = dict(zip(info.axes, info.shape, strict=True))
-            convolved += math.prod(sizes.values()) // sizes["lags"]
-    stream = model.num_blocks * model.d_model
+            convolved += runs * math.prod(sizes.values()) // sizes["lags"] // sizes[STACK_AXIS]
+    blocks_run = sum(stage.runs for stage in stages.values())
+    stream = blocks_run * model.d_model
     kept = {
         "nothing_saveable": stream,
         "none": _KEEP_ALL * (stream + outputs + attention_output + convolved),
     }.get(model.remat, stream + outputs + attention_output)
     chunk = min(model.loss_chunk or length, length)
     padded = next(info.shape[0] for info in flat.values() if info.role == "embedding")
-    workspace = _WORKSPACE * itemsize * rows * length * (outputs + convolved) / model.num_blocks
+    workspace = _WORKSPACE * itemsize * rows * length * (outputs + convolved) / blocks_run
     workspace += _LOGIT_COPIES * 4 * rows * chunk * padded
     attention = model.attention
     if "query_chunk" in attention:
@@ -195,6 +201,12 @@ def _sublayer(path: str) -> str:
     """Name of the sub-layer that a stacked parameter belongs to, else its top-level module."""
     names = path.split("/")
     return names[names.index("blocks") + 1] if "blocks" in names else names[0]
+
+
+def _loops(path: str, stages: Mapping[str, StageSizes]) -> int:
+    """How often a parameter's stage runs."""
+    stage = path.split("/")[0]
+    return stages[stage].loops if stage in stages else 1
 
 
 def _true_size(info: ParamInfo, vocab_size: int) -> int:

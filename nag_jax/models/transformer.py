@@ -24,6 +24,7 @@ from nag_jax.models.context import Context, Decoding, positions_in_document
 from nag_jax.models.embedding import TokenTable
 from nag_jax.models.linear import Numerics
 from nag_jax.models.losses import chunked_cross_entropy
+from nag_jax.models.stages import StageSizes, stages_of
 from nag_jax.parameters import flatten, info_of
 from nag_jax.sharding import rules
 
@@ -161,13 +162,11 @@ class Stage(nnx.Module):
     def __init__(
         self,
         make_block: Callable[[Array, nnx.Rngs], nnx.Module],
-        repeats: int,
-        first_index: int,
-        loops: int,
+        sizes: StageSizes,
         remat: str,
         rngs: nnx.Rngs,
     ):
-        """Makes `repeats` blocks with indices from `first_index` on, to be run `loops` times."""
+        """Makes the stage's blocks, each by its index in order of execution."""
         definition = None
 
         def create(key, index):
@@ -175,22 +174,23 @@ class Stage(nnx.Module):
             definition, state = nnx.split(make_block(index, nnx.Rngs(params=key)))
             return state
 
-        keys = jax.random.split(rngs.params(), repeats)
-        stacked = jax.vmap(create)(keys, first_index + jnp.arange(repeats))
+        keys = jax.random.split(rngs.params(), sizes.blocks)
+        stacked = jax.vmap(create)(keys, sizes.first_index + jnp.arange(sizes.blocks))
         self.blocks = nnx.merge(definition, stacked)
-        self.repeats, self.first_index, self.loops = repeats, first_index, loops
+        self.sizes = sizes
         self.remat = remat
 
     def __call__(
         self, stream: Stream, context: Context, cache: Cache | None = None
     ) -> tuple[Stream, dict[str, Array], Cache]:
         """Scans the blocks; taps come out as [sub-layers of the stage, iterations counted]."""
+        sizes = self.sizes
         definition, stacked = nnx.split(self.blocks)
 
         def block(carry, xs, iteration):
             index, state = xs
-            entry = iteration * self.repeats + index
-            layers = Layers(self.first_index + entry, self.first_index + index, entry)
+            entry = iteration * sizes.blocks + index
+            layers = Layers(sizes.first_index + entry, sizes.first_index + index, entry)
             stream, cache = carry
             stream, taps, cache = nnx.merge(definition, state)(stream, context, layers, cache)
             return (stream, cache), taps
@@ -201,13 +201,13 @@ class Stage(nnx.Module):
 
         def once(carry, iteration):
             step = functools.partial(block, iteration=iteration)
-            return jax.lax.scan(step, carry, (jnp.arange(self.repeats), stacked))
+            return jax.lax.scan(step, carry, (jnp.arange(sizes.blocks), stacked))
 
         carry = (stream, cache or {})
-        if self.loops == 1:
+        if sizes.loops == 1:
             (stream, cache), taps = once(carry, 0)
         else:
-            (stream, cache), taps = jax.lax.scan(once, carry, jnp.arange(self.loops))
+            (stream, cache), taps = jax.lax.scan(once, carry, jnp.arange(sizes.loops))
         return stream, {name: values.reshape(-1) for name, values in taps.items()}, cache
 
 
@@ -233,26 +233,22 @@ class Transformer(nnx.Module):
         def make_block(index, rngs):
             return Block(options, index, numerics, rngs)
 
-        self.num_stages = 0
-        for part in stages_of(options, loops):
-            stage = Stage(
-                make_block, part.repeats, part.first_index, part.loops, options.remat, rngs
-            )
-            setattr(self, f"stage_{self.num_stages}", stage)
-            self.num_stages += 1
+        self.stage_names = []
+        for name, sizes in stages_of(options, loops).items():
+            setattr(self, name, Stage(make_block, sizes, options.remat, rngs))
+            self.stage_names.append(name)
         self.vocab_size = vocab_size
         self.loss_chunk = options.loss_chunk
 
     def __call__(
-        self, tokens: Int[Array, "B T"], context: Context, cache: list[Cache] | None = None
+        self, tokens: Int[Array, "B T"], context: Context, cache: dict[str, Cache] | None = None
     ):
         """Hidden states, log-scales, taps by sub-layer and the stages' caches."""
         stream = self.ends.start(self.table(tokens))
-        caches, collected = [], []
-        for number in range(self.num_stages):
-            stage = getattr(self, f"stage_{number}")
-            stream, taps, stage_cache = stage(stream, context, cache and cache[number])
-            caches.append(stage_cache)
+        caches, collected = {}, []
+        for name in self.stage_names:
+            stage_cache = None if cache is None else cache[name]
+            stream, taps, caches[name] = getattr(self, name)(stream, context, stage_cache)
             collected.append(taps)
         hidden, log_scale = self.ends.finish(stream)
         taps = {name: jnp.concatenate([t[name] for t in collected]) for name in collected[0]}
@@ -262,36 +258,6 @@ class Transformer(nnx.Module):
         """The decoding function of some time steps, over the padded vocabulary."""
         matrix = rules.gather_weight(self.ends.decode_matrix(self.table.rows[...]))
         return lambda hidden, log_scale: self.ends.decode(hidden, log_scale, matrix)
-
-
-class StageSizes(NamedTuple):
-    """A stage's blocks.
-
-    Attributes:
-        repeats: Number of blocks.
-        first_index: 0-based number of the first block in order of execution.
-        loops: How often the stage runs.
-    """
-
-    repeats: int
-    first_index: int
-    loops: int
-
-
-def stages_of(options: ConfigDict, loops: int) -> list[StageSizes]:
-    """The stages of a model: what is before the loop, in it and after it, where there is any.
-
-    Blocks after the loop keep the numbers that `options.loops` gives them, also where the loop runs
-    more or less often.
-    """
-    before, after = options.prelude_blocks, options.coda_blocks
-    inside = options.num_blocks - before - after
-    stages = [
-        StageSizes(before, 0, 1),
-        StageSizes(inside, before, loops),
-        StageSizes(after, before + inside * options.loops, 1),
-    ]
-    return [stage for stage in stages if stage.repeats]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # compared and hashed by identity, for caches
@@ -367,7 +333,7 @@ class LanguageModel:
         tokens = tokens[:, None]
         return self._decode(params, tokens, jnp.ones_like(tokens), state, step, False)
 
-    def cache_shapes(self, batch: int, length: int) -> list[Cache]:
+    def cache_shapes(self, batch: int, length: int) -> dict[str, Cache]:
         """Shapes and dtypes of the cache of `batch` rows of `length` columns, by stage."""
         options = self.options
         dtype = Numerics(options.compute_dtype).dtype
@@ -382,10 +348,10 @@ class LanguageModel:
                 for key, leaf in one.items()
             }
 
-        return [
-            {name: shapes(name, stage.repeats * stage.loops) for name in SUBLAYERS}
-            for stage in stages_of(options, self.loops)
-        ]
+        return {
+            stage: {name: shapes(name, sizes.runs) for name in SUBLAYERS}
+            for stage, sizes in stages_of(options, self.loops).items()
+        }
 
     def _decode(self, params, tokens, segment_ids, state, step, prefill):
         module = self.module(params)
@@ -507,7 +473,7 @@ def build_model(config: ConfigDict, vocab_size: int, loops: int | None = None) -
     if paths != sorted(flatten(infos)):
         raise ValueError("parameters must be flattened in the order of their paths")
     connection = kind_class("model.connection", options.connection.kind)
-    blocks_run = sum(stage.repeats * stage.loops for stage in stages_of(options, loops))
+    blocks_run = sum(sizes.runs for sizes in stages_of(options, loops).values())
     return LanguageModel(
         options=options,
         loops=loops,

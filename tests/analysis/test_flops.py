@@ -166,3 +166,23 @@ def test_model_table_totals_are_sums_of_their_parts():
         assert table[part]
     count = sum(flops.parameters_by_role(model.infos, VOCAB).values())
     assert table["parameters"] == f"{count / 1e3:.3g} k"
+
+
+def test_a_loop_counts_every_run_and_no_parameter_twice():
+    """Three runs of the middle two of four blocks cost what eight blocks cost."""
+    four = (*NAG, "model.num_blocks=4")
+    loop = ("model.loops=3", "model.prelude_blocks=1", "model.coda_blocks=1")
+    looped, model = build(*four, *loop)
+    plain, deep = build(*NAG, "model.num_blocks=8")
+    costs, deep_costs = (
+        flops.forward_flops(m.infos, c, VOCAB) for m, c in ((model, looped), (deep, plain))
+    )
+    assert costs == deep_costs
+    assert len(model.sublayer_names) == 16
+    memory, deep_memory = (
+        flops.memory_estimate(m.infos, c, {}) for m, c in ((model, looped), (deep, plain))
+    )
+    assert memory["kept activations"] == deep_memory["kept activations"]
+    _, shallow = build(*four)
+    counts = [flops.parameters_by_role(m.infos, VOCAB) for m in (model, shallow)]
+    assert counts[0] == counts[1]
