@@ -123,7 +123,6 @@ def attend(
     implementation: str,
     chunk: int,
     packed: bool,
-    strict: bool = False,
 ) -> Float[Array, "B T K G h"]:
     """softmax(q k^T / sqrt(h)) v over earlier positions of the same document.
 
@@ -136,7 +135,6 @@ def attend(
         chunk: Queries per chunk, for the chunked implementation.
         packed: Whether a row may hold several documents. If not, a row is one document from its
             first position on, and padding to its right has outputs that mean nothing.
-        strict: As in `choose`.
 
     Returns:
         Attention output in `q`'s dtype.
@@ -147,7 +145,6 @@ def attend(
         head_dim=q.shape[-1],
         dtype=q.dtype,
         packed=packed,
-        strict=strict,
     )
     if not choice.fused:
         return chunked_attention(q, k, v, segment_ids, chunk)
