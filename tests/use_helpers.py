@@ -92,7 +92,7 @@ def call(binary: str, *args: str) -> Result:
     sys.modules.pop(name, None)
     forget_flags()
     module = importlib.import_module(name)
-    takes_config = binary in ("train", "prepare_data")
+    takes_config = binary in ("check", "prepare_data", "train")
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             cli.run(module.main, takes_config=takes_config, argv=[name, *args])

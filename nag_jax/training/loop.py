@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from rich.filesize import decimal
 
+from nag_jax import contracts
 from nag_jax.analysis.flops import training_flops
 from nag_jax.config import validate_devices
 from nag_jax.data import pipeline, store
@@ -36,7 +37,7 @@ from nag_jax.training.checkpoints import (
     absolute,
 )
 from nag_jax.training.errors import RunFailed
-from nag_jax.training.header import print_header
+from nag_jax.training.header import implementations, print_header
 from nag_jax.training.metrics import MetricsWriter
 from nag_jax.training.progress import Progress, measure_matmul_peak
 from nag_jax.training.state import TrainState
@@ -105,7 +106,8 @@ def train(
         How it ended: all steps done, or stopped by a signal after a save.
 
     Raises:
-        UserError: The config, the data, the folder or a checkpoint cannot be used.
+        UserError: The config, the data, the folder or a checkpoint cannot be used, or the model is
+            not causal.
         RunFailed: The loss stopped being finite under `train.nan_policy="stop"`, or the metrics
             could not be written.
         SaveFailed: A checkpoint could not be written.
@@ -113,6 +115,7 @@ def train(
     workdir = absolute(workdir)
     devices = jax.devices()
     validate_devices(config, len(devices))
+    implementations(config)  # raises where one that the config insists on cannot serve
     # All that can be refused is refused before the folder is touched.
     require_possible(workdir)
     # What is damaged is told when the folder is opened to go on from it.
@@ -139,6 +142,7 @@ def train(
         if position.step == config.train.steps:
             print(f"This run is complete: all {position.step} steps are done.")
             return Outcome(position.step, True, None)
+        _probe(config, model, state, mesh)
         function = train_step(
             model,
             optimizer,
@@ -150,6 +154,14 @@ def train(
         stretch = _Stretch(config, workdir, checkpoints, prepared, mesh, model, position)
         with stretch.stop.listening(), jax.set_mesh(mesh):
             return stretch.run(state, jit_train_step(function, model, optimizer, mesh))
+
+
+def _probe(config: ConfigDict, model: LanguageModel, state: TrainState, mesh: Mesh) -> None:
+    """Refuses to train a model whose outputs depend on what they must not see."""
+    began = time.perf_counter()
+    if contracts.probe(model, state.params, mesh, config.data.row_length):
+        seconds = time.perf_counter() - began
+        print(f"Probed causality and document isolation in {seconds:.1f} s.", flush=True)
 
 
 class _Stretch:
