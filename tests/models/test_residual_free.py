@@ -79,9 +79,6 @@ def attention_of(x, **keys):
     initialisation = kind_class("model.initialisation", options.initialisation.kind)(
         options.initialisation
     )
-    attention = kind_class("model.attention", options.attention.kind)(
-        options.attention, options.d_model, initialisation, Numerics(), nnx.Rngs(params=0)
-    )
     length = x.shape[1]
     context = Context(
         segment_ids=jnp.arange(1, length + 1)[None],
@@ -90,7 +87,17 @@ def attention_of(x, **keys):
         gain_warmup=jnp.ones(()),
         taps=False,
     )
-    return np.asarray(attention(jnp.asarray(x), None, context).y)
+
+    @jax.jit
+    def run(key, x):
+        kind = kind_class("model.attention", options.attention.kind)
+        attention = kind(
+            options.attention, options.d_model, initialisation, Numerics(), nnx.Rngs(params=key)
+        )
+        return attention(x, None, context).y
+
+    with quick_compilation():
+        return np.asarray(run(jax.random.key(0), x))
 
 
 @pytest.mark.parametrize("kind", ["gqa", "ccgqa"])
