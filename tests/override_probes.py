@@ -27,12 +27,13 @@ from tokenizer_files import CORPUS
 from nag_jax.config import validate_devices
 from nag_jax.data import building, store
 from nag_jax.data import encoding as encoding_lib
+from nag_jax.errors import UserError
 from nag_jax.evals.bits_per_byte import Evaluation
 from nag_jax.kinds import kind_class
 from nag_jax.models.transformer import build_model
 from nag_jax.optim import build_optimizer
 from nag_jax.sharding.mesh import mesh_shape
-from nag_jax.training import loop, start
+from nag_jax.training import header, loop, start
 from nag_jax.training.state import abstract_state
 
 VOCAB = 30
@@ -79,6 +80,14 @@ def model(config) -> Any:
             jax.ShapeDtypeStruct((), jnp.int32),
         ),
     )
+
+
+def implementations(config) -> Any:
+    """What the header of a run says of implementations, or the refusal."""
+    try:
+        return header.implementations(config)
+    except UserError as error:
+        return str(error)
 
 
 def gradient(config) -> str:

@@ -96,6 +96,8 @@ LEAVES: dict[str, Leaf] = {
     ),
     "model.attention.qk_norm": Leaf("true", "model"),
     "model.attention.query_chunk": Leaf("6", "model"),
+    "model.attention.implementation": Leaf("chunked", "implementations"),
+    "model.strict_kernels": Leaf("true", "implementations"),
     "model.attention.depthwise_kernel": Leaf("3", "model"),
     "model.attention.grouped_kernel": Leaf("3", "model"),
     "model.feedforward.hidden": Leaf("12", "model"),
@@ -248,6 +250,7 @@ class Probes:
     # The nodes that a probe depends on.
     NEEDS = {
         "model": ("model",),
+        "implementations": ("model",),
         "gradient": ("model",),
         "optimizer": ("model", "optimizer", "train.steps"),
         "schedule": ("optimizer", "train.steps"),

@@ -12,8 +12,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 from ml_collections import ConfigDict
 
+from nag_jax.models.attention_kernels import attend, choose, platform_in_use
 from nag_jax.models.cache import LayerCache
-from nag_jax.models.chunked_attention import MASKED, chunked_attention
+from nag_jax.models.chunked_attention import MASKED
 from nag_jax.models.context import BranchOut, Context
 from nag_jax.models.linear import PRECISION, Numerics, contract
 from nag_jax.models.norms import RMSNorm
@@ -78,12 +79,27 @@ class SoftmaxAttention(nnx.Module):
             "temperature_base": 1.0,
             "temperature_sign": -1,
             "query_chunk": 128,
+            "implementation": "auto",
         }
 
     @staticmethod
-    def implementations() -> list[tuple[str, str, str]]:
-        """(operation, implementation, reason), for the header of a run."""
-        return [("attention", "chunked", "memory linear in the row length, isolates documents")]
+    def implementations(config: ConfigDict) -> list[tuple[str, str, str]]:
+        """(operation, implementation, reason) of training, for the header of a run.
+
+        Raises:
+            UserError: The implementation asked for cannot serve here, or under
+                `model.strict_kernels` no fused one can.
+        """
+        options = config.model.attention
+        choice = choose(
+            options.implementation,
+            platform_in_use(),
+            head_dim=options.head_dim,
+            dtype=config.model.compute_dtype,
+            packed=True,
+            strict=config.model.strict_kernels,
+        )
+        return [choice.row]
 
     @staticmethod
     def context_flops(options: ConfigDict, length: int) -> float:
@@ -106,7 +122,7 @@ class SoftmaxAttention(nnx.Module):
         self.rope_theta, self.rope_fraction = options.rope_theta, options.rope_fraction
         self.temperature_base = options.temperature_base
         self.temperature_sign = options.temperature_sign
-        self.query_chunk = options.query_chunk
+        self.query_chunk, self.implementation = options.query_chunk, options.implementation
         self.numerics = numerics
         self.output = declare(
             output,
@@ -139,7 +155,8 @@ class SoftmaxAttention(nnx.Module):
         q = rotate(q, context.positions, self.rope_theta, self.rope_fraction)
         k = rotate(k, context.positions, self.rope_theta, self.rope_fraction)
         if self.temperature_base != 1.0:
-            exponent = self.temperature_sign * jnp.asarray(context.layer, jnp.float32)
+            dtype = jnp.promote_types(q.dtype, jnp.float32)
+            exponent = self.temperature_sign * jnp.asarray(context.layer, dtype)
             q = q * (self.temperature_base**exponent).astype(q.dtype)
         grouped = q.reshape(
             *q.shape[:2], self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim
@@ -149,7 +166,15 @@ class SoftmaxAttention(nnx.Module):
             for name, x in columns.items():
                 cache = cache.append(name, jnp.transpose(x, (0, 2, 1, 3)), 2)
         if cache is None or cache.prefill:
-            out = chunked_attention(grouped, k, v, context.segment_ids, self.query_chunk)
+            out = attend(
+                grouped,
+                k,
+                v,
+                context.segment_ids,
+                implementation=self.implementation,
+                chunk=self.query_chunk,
+                packed=context.packed,
+            )
         else:
             out = attend_to_cache(grouped, cache)
         y = contract(

@@ -96,8 +96,9 @@ class NormAgnostic(nnx.Module):
         return {"gate": 0.1}
 
     @staticmethod
-    def implementations() -> list[tuple[str, str, str]]:
+    def implementations(config: ConfigDict) -> list[tuple[str, str, str]]:
         """(operation, implementation, reason), for the header of a run."""
+        del config
         return [("residual update", *choose())]
 
     @staticmethod

@@ -13,12 +13,16 @@ from nag_jax.training.state import abstract_state
 
 
 def implementations(config: ConfigDict) -> list[tuple[str, str, str]]:
-    """(operation, implementation, reason) as the chosen kinds of parts tell them, where they do."""
+    """(operation, implementation, reason) as the chosen kinds of parts tell them, where they do.
+
+    Raises:
+        UserError: An implementation that the config insists on cannot serve here.
+    """
     chosen = []
     for name in ("attention", "feedforward", "connection"):
         kind = kind_class(f"model.{name}", config.model[name].kind)
         if hasattr(kind, "implementations"):
-            chosen += kind.implementations()
+            chosen += kind.implementations(config)
     return chosen
 
 
