@@ -45,6 +45,12 @@ OTHER_PROGRAM = {"float32": 1e-5, "bfloat16": 4e-2}
 # Sums over all tokens, in another order, whose terms may cancel.
 GRADIENTS = {"float32": 1e-4, "bfloat16": 2e-1}
 
+# Halves the time to compile; the program runs once.
+QUICK_CPU_COMPILATION = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+
 
 class Broken(Exception):
     """A contract does not hold; says what was measured and, where that can be told, whose it is."""
@@ -239,8 +245,14 @@ def probe(model: LanguageModel, params: dict[str, Any], mesh: Mesh, row_length: 
         filled = without_zeros(model, params)
         return model.evaluate_batch(filled, batch, model.warmup_steps, taps=False)["nats"]
 
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    run = jax.jit(
+        nats,
+        out_shardings=NamedSharding(mesh, P()),
+        compiler_options=QUICK_CPU_COMPILATION if on_cpu else None,
+    )
     with jax.set_mesh(mesh):
-        values = np.asarray(jax.jit(nats, out_shardings=NamedSharding(mesh, P()))(params, batch))
+        values = np.asarray(run(params, batch))
         if not np.isfinite(values).all():
             return True  # the first step tells what to do about it
         for leak in rows.leaks(scored=True):
@@ -362,8 +374,8 @@ def causality(case: Case) -> str:
     packed = _no_leak(case, rows, leak, rows.segment_ids)
     alone = _no_leak(case, rows, leak, None)  # each row one document
     return (
-        f"{leak.change} move no earlier output (by at most {max(packed, alone):.0e} of the "
-        "largest) and get no gradient from one"
+        f"{leak.change} move no earlier output (by {max(packed, alone):.1g} of the largest) and "
+        "get no gradient from one"
     )
 
 
@@ -385,7 +397,7 @@ def document_isolation(case: Case) -> str:
         )
     return (
         f"{leak.change} move nothing after it, and the document after it gives what it gives alone "
-        f"(to {apart:.0e} of the largest output)"
+        f"(to {apart:.1g} of the largest output)"
     )
 
 
@@ -456,6 +468,17 @@ def _part_alone(
     return jnp.concatenate([a.astype(dtype) for a in (read, hidden, log_scale[..., None])], axis=-1)
 
 
+def _parts_alone(model: LanguageModel, segment_ids: np.ndarray) -> Callable:
+    """(parameters, inputs [B, T, d]) -> output of each part alone, whole on every device."""
+
+    def outputs(params, x):
+        params, context = without_zeros(model, params), _context(model, segment_ids)
+        alone = {part: _part_alone(model, part, params, x, context) for part in PARTS}
+        return {part: rules.constrain(y, None, None, None) for part, y in alone.items()}
+
+    return outputs
+
+
 def _inputs_alone(model: LanguageModel, tokens: np.ndarray) -> np.ndarray:
     """A random vector of width d for each token."""
     rng = np.random.default_rng(1)
@@ -467,14 +490,10 @@ def _blamed_for_leak(
 ) -> str:
     """The parts that do it alone, in words."""
 
-    def outputs(params, x):
-        params, context = without_zeros(model, params), _context(model, rows.segment_ids)
-        alone = {part: _part_alone(model, part, params, x, context) for part in PARTS}
-        return {part: rules.constrain(y, None, None, None) for part, y in alone.items()}
-
     (leak,) = (leak for leak in rows.leaks() if leak.name == name)
     guilty = []
-    for part, y in jax.jit(outputs)(params, _inputs_alone(model, rows.tokens)).items():
+    run = jax.jit(_parts_alone(model, rows.segment_ids))
+    for part, y in run(params, _inputs_alone(model, rows.tokens)).items():
         try:
             _require_no_leak(np.asarray(y), leak, model)
         except Broken:
@@ -526,7 +545,7 @@ def cached_decoding(case: Case) -> str:
     lengths = ", ".join(map(str, prompts))
     return (
         f"prompts of {lengths} tokens, padded to {length}, and {added} tokens after each: the "
-        f"whole row's logits (to {largest:.0e} of the largest)"
+        f"whole row's logits (to {largest:.1g} of the largest)"
     )
 
 
@@ -605,7 +624,10 @@ def mesh_equals_one_device(case: Case) -> str:
         found, found_gradients = jax.jit(_nats_and_gradients(case.model))(params, batch)
     apart, allowed = _largest_difference(found, nats), _allowed(case.model, OTHER_PROGRAM)
     if not apart <= allowed:
-        raise Broken(f"losses differ by {apart:.1e} of the largest (allowed {allowed:g})")
+        raise Broken(
+            f"losses differ by {apart:.1e} of the largest (allowed {allowed:g}); "
+            + _blamed_for_mesh(case, mesh, params)
+        )
     # A leaf whose gradient is far below the others' is rounding of theirs.
     least = 1e-3 * max(np.abs(gradient).max() for gradient in gradients.values())
     leaves = {
@@ -617,11 +639,26 @@ def mesh_equals_one_device(case: Case) -> str:
     if not leaves[worst] <= allowed:
         raise Broken(
             f"the gradient of {worst} differs by {leaves[worst]:.1e} of its largest entry (allowed "
-            f"{allowed:g})"
+            f"{allowed:g}); " + _blamed_for_mesh(case, mesh, params)
         )
     return (
-        f"mesh data {MESH['data']} x fsdp {MESH['fsdp']}: losses to {apart:.0e} of the largest, "
-        f"gradients to {leaves[worst]:.0e} of each leaf's"
+        f"mesh data {MESH['data']} x fsdp {MESH['fsdp']}: losses to {apart:.1g} of the largest, "
+        f"gradients to {leaves[worst]:.1g} of each leaf's"
+    )
+
+
+def _blamed_for_mesh(case: Case, mesh: Mesh, params: dict[str, Any]) -> str:
+    """The parts whose values alone are others on the mesh, in words."""
+    model, batch = case.model, _packed_batch(case.length)
+    x = _inputs_alone(model, batch["tokens"][:, :-1])
+    run = jax.jit(_parts_alone(model, batch["segment_ids"][:, :-1]))
+    expected = run(case.params, x)
+    with jax.set_mesh(mesh):
+        found = run(params, jax.device_put(x, rules.batch_sharding(mesh)))
+    allowed = _allowed(model, OTHER_PROGRAM)
+    return _in_words(
+        model,
+        [part for part in PARTS if not _largest_difference(found[part], expected[part]) <= allowed],
     )
 
 
@@ -661,7 +698,7 @@ def described_stream(case: Case) -> str:
             )
         log_norms.append(np.asarray(log_norm, np.float64))
     low, high = min(x.min() for x in log_norms), max(x.max() for x in log_norms)
-    return f"directions of rms 1 (to {largest:.0e}), log-norms from {low:.2g} to {high:.2g}"
+    return f"directions of rms 1 (to {largest:.1g}), log-norms from {low:.2g} to {high:.2g}"
 
 
 CONTRACTS: dict[str, Callable[[Case], str]] = {

@@ -102,6 +102,16 @@ def test_the_packages_own_parts_hold():
     assert all(result.holds for result in found.values()), found
 
 
+def test_a_mesh_that_changes_results(monkeypatch):
+    """A mesh of one device will do; `tests/test_examples.py` has one of four."""
+    monkeypatch.setattr(contracts, "MESH", {"data": 1, "fsdp": 1})
+    name = "mesh equals single device"
+    result = results([name], feedforward__kind="broken_parts:OnAMesh")[name]
+    assert result.holds is False
+    words = r"losses differ by .*; the part that does so is model.feedforward.kind=.*:OnAMesh$"
+    assert re.fullmatch(words, result.text), result.text
+
+
 def test_what_no_gradient_reaches_is_noted():
     result = results(["gradients finite"], feedforward__kind="broken_parts:Unused")
     result = result["gradients finite"]

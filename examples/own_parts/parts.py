@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nag_jax.models.attention import head_projection
-from nag_jax.models.connections import VectorEnds, Written, weighted
+from nag_jax.models.connections import PreNorm, Written, weighted
 from nag_jax.models.context import BranchOut
 from nag_jax.models.linear import contract
-from nag_jax.models.norms import RMSNorm, root_mean_square
+from nag_jax.models.norms import root_mean_square
 from nag_jax.parameters import declare
 
 einsum = functools.partial(jnp.einsum, precision="highest")
@@ -47,9 +47,9 @@ class LinearAttention(nnx.Module):
             y = contract(f"attention/{site}", x, weight[...], self.numerics)
             return y.astype(self.numerics.statistics_dtype)
 
-        q, k = (nnx.elu(project(*part)) + 1 for part in (("query", self.query), ("key", self.key)))
+        q, k = nnx.elu(project("query", self.query)) + 1, nnx.elu(project("key", self.key)) + 1
         v = project("value", self.value)
-        v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)  # the sum of weights with it
+        v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)  # for the sum of weights
         segments, cache = context.segment_ids, context.cache
         if cache is None or cache.prefill:
             seen = jnp.tril(segments[:, :, None] == segments[:, None, :])
@@ -66,34 +66,24 @@ class LinearAttention(nnx.Module):
         return BranchOut(y, cache=cache)
 
 
-class Highway(nnx.Module):
-    """R <- (1 - z) R + z f(norm(R)), with z = sigmoid(norm(R).w + b) for each token."""
+class Highway(PreNorm):
+    """R <- (1 - z) R + z f(norm(R)), with z = sigmoid(norm(R).w + b) for each token.
 
-    Ends = VectorEnds  # reads head, norm and norm_epsilon of the options
+    What it reads, its two ends and their options are pre-norm's.
+    """
 
     @staticmethod
     def defaults():
-        ends = {"head": "tied", "norm": "rms", "norm_epsilon": 1e-6}
-        return ends | {"embedding_std": 0.02, "bias_init": -1.0}
+        return PreNorm.defaults() | {"bias_init": -1.0}
 
     @staticmethod
     def rate_multipliers():
-        return {"gate": 0.1, "head": 1.0}
-
-    @staticmethod
-    def warmup_steps(options):
-        return 0
+        return PreNorm.rate_multipliers() | {"gate": 0.1}
 
     def __init__(self, options, d_model, index, numerics, rngs):
-        self.norm = RMSNorm(d_model, "embed", options.norm_epsilon)
+        super().__init__(options, d_model, index, numerics, rngs)
         self.weight = declare(jnp.zeros(d_model), ("embed",), "gate")
         self.bias = declare(jnp.asarray(options.bias_init), (), "gate")
-
-    def read(self, stream):
-        return self.norm(stream[0])
-
-    def gate(self, x):
-        return None  # z decides about the stream, not about running the branch
 
     def write(self, stream, out, gate, context):
         x = self.read(stream).astype(jnp.float32)
@@ -102,6 +92,6 @@ class Highway(nnx.Module):
         return Written(((1 - share) * stream[0] + share * weighted(out),), z)
 
     @staticmethod
-    def describe(stream):
+    def describe(stream):  # a direction of norm sqrt(d), and the log of the rest
         rms = root_mean_square(stream[0])
         return stream[0] / rms, jnp.log(rms[..., 0])
