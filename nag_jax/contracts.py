@@ -132,9 +132,7 @@ class Case:
 
         def outputs(table):
             changed = {**self.params, "table": {**self.params["table"], "rows": table}}
-            module, context = self.model.module(changed), _context(self.model, rows.segment_ids[:1])
-            hidden, log_scale, _, _ = module(jnp.asarray(rows.tokens[:1]), context)
-            return jnp.concatenate([hidden.astype(log_scale.dtype), log_scale[..., None]], axis=-1)
+            return _final_states(self.model, changed, rows.tokens[:1], rows.segment_ids[:1])
 
         def shares(table):
             out, pull = jax.vjp(outputs, table)
@@ -228,34 +226,28 @@ def probe(model: LanguageModel, params: dict[str, Any], mesh: Mesh, row_length: 
     length = min(LENGTH, row_length)
     if length < 3:
         return False
-    rows = leak_rows(length + 1, model.vocab_size)
+    rows = leak_rows(length, model.vocab_size)
     count = -(-len(rows.tokens) // rules.batch_shards(mesh)) * rules.batch_shards(mesh)
-    batch = {
-        "tokens": np.resize(rows.tokens, (count, length + 1)),
-        "segment_ids": np.resize(rows.segment_ids, (count, length + 1)),
-        "valid": np.ones((count, length + 1), bool),
-    }
     sharding = rules.batch_sharding(mesh)
-    batch = {
-        name: jax.make_array_from_callback(x.shape, sharding, lambda index, x=x: x[index])
-        for name, x in batch.items()
-    }
+    tokens, segment_ids = (
+        jax.make_array_from_callback(x.shape, sharding, lambda index, x=x: x[index])
+        for x in (np.resize(x, (count, length)) for x in (rows.tokens, rows.segment_ids))
+    )
 
-    def nats(params, batch):
-        filled = without_zeros(model, params)
-        return model.evaluate_batch(filled, batch, model.warmup_steps, taps=False)["nats"]
+    def states(params, tokens, segment_ids):
+        return _final_states(model, without_zeros(model, params), tokens, segment_ids)
 
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     run = jax.jit(
-        nats,
+        states,
         out_shardings=NamedSharding(mesh, P()),
         compiler_options=QUICK_CPU_COMPILATION if on_cpu else None,
     )
     with jax.set_mesh(mesh):
-        values = np.asarray(run(params, batch))
+        values = np.asarray(run(params, tokens, segment_ids))
         if not np.isfinite(values).all():
             return True  # the first step tells what to do about it
-        for leak in rows.leaks(scored=True):
+        for leak in rows.leaks():
             try:
                 _require_no_leak(values, leak, model)
             except Broken as error:
@@ -321,16 +313,12 @@ class LeakRows(NamedTuple):
     cut: int
     group: int
 
-    def leaks(self, scored: bool = False) -> tuple[Leak, Leak]:
-        """From the end to what is before, and from the first document to the second.
-
-        Args:
-            scored: Whether an output is scored by the token after it, and so moves with that.
-        """
-        later, before = f"tokens from position {self.cut} on", self.cut - scored
+    def leaks(self) -> tuple[Leak, Leak]:
+        """From the end to what is before, and from the first document to the second."""
+        later = f"tokens from position {self.cut} on"
         other = f"tokens of another document, before position {self.boundary},"
         return (
-            Leak("causality", later, 1, slice(0, before), 2),
+            Leak("causality", later, 1, slice(0, self.cut), 2),
             Leak("document isolation", other, 2, slice(self.boundary, None), 0),
         )
 
@@ -425,6 +413,15 @@ def _no_leak(case: Case, rows: LeakRows, leak: Leak, segment_ids: np.ndarray | N
         blamed = _blamed_for_leak(case.model, case.params, rows, leak.name)
         raise Broken(f"{error}; {blamed}") from error
     return size
+
+
+def _final_states(
+    model: LanguageModel, params: dict[str, Any], tokens: Any, segment_ids: Any
+) -> Float[Array, "B T features"]:
+    """What logits are made of: hidden states and log-scales, at least float32."""
+    context = _context(model, segment_ids)
+    hidden, log_scale, _, _ = model.module(params)(jnp.asarray(tokens), context)
+    return jnp.concatenate([hidden.astype(log_scale.dtype), log_scale[..., None]], axis=-1)
 
 
 # --- which part it is ---

@@ -28,7 +28,7 @@ class BehindAZero(Unmasked):
 
     def __call__(self, x, keep, context):
         out = super().__call__(x, keep, context)
-        return BranchOut(self.gain[...] * out.y, cache=out.cache)
+        return BranchOut(self.gain[...].astype(out.y.dtype) * out.y, cache=out.cache)
 
 
 class Neighbour(MLP):
