@@ -189,6 +189,16 @@ class Run:
         )
 
 
+def _for_any_device(config: ConfigDict) -> ConfigDict:
+    """The config, without insisting on a kernel of the devices that the run was trained on."""
+    if config.model.attention.get("implementation", "chunked") == "chunked":
+        return config
+    config = config.copy_and_resolve_references()
+    with config.unlocked():
+        config.model.attention.implementation = "auto"
+    return config
+
+
 # Kept from call to call, so that each compiles once for each shape of its input.
 _evaluator = functools.lru_cache(maxsize=8)(make_evaluator)
 
@@ -240,7 +250,7 @@ def load_run(
         tokenizer = tokenizers.load(scratch, allow_user_kinds=allow_user_kinds)
     if loops is not None and not 1 <= loops <= MAX_LOOPS:
         raise UserError(f"loops is {loops}; it must be between 1 and {MAX_LOOPS}")
-    model = build_model(config, tokenizer.vocab_size, loops)
+    model = build_model(_for_any_device(config), tokenizer.vocab_size, loops)
     mesh = single_device_mesh() if mesh is None else mesh
     _, arrays = reader.restore(step, {"params": abstract_params(model, mesh, dtype)})
     fingerprint, corpus_fingerprint = start.read_fingerprints(documents)
