@@ -76,7 +76,6 @@ class BranchOut:
 
     y: Float[Array, "B T d"]
     weight: Float[Array, "B T"] | None = None
-    decoding: Decoding | None = None
     cache: LayerCache | None = None
 
 
