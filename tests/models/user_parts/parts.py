@@ -40,6 +40,26 @@ class DoubledAttention(GroupedQueryAttention):
         return BranchOut(self.factor[...] * out.y, cache=out.cache)
 
 
+class Forgetful(DoubledAttention):
+    """Drops the cache that it is given."""
+
+    def __call__(self, x, keep, context):
+        return BranchOut(super().__call__(x, keep, context).y)
+
+
+class Cacheless(nnx.Module):
+    """Attention with nothing of its own for decoding."""
+
+    defaults = staticmethod(GroupedQueryAttention.defaults)
+    context_flops = staticmethod(GroupedQueryAttention.context_flops)
+
+    def __init__(self, options, d_model, initialisation, numerics, rngs):
+        self.inner = GroupedQueryAttention(options, d_model, initialisation, numerics, rngs)
+
+    def __call__(self, x, keep, context):
+        return self.inner(x, keep, context)
+
+
 class Diagonal(nnx.Module):
     """y = W x with a router's weight of its own choice for each token."""
 
