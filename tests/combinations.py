@@ -1,0 +1,254 @@
+"""Combinations of parts that hold every two values of every two factors, and what each must do.
+
+Each row of the table is a tiny model. It must train by the project's own step, learn a batch by
+heart, keep the contracts of `nag_jax.contracts` and come back from a checkpoint as it was.
+"""
+
+import pathlib
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+from small_models import packed_batch, small_config
+
+from nag_jax import contracts
+from nag_jax.config import from_json, to_json
+from nag_jax.models.transformer import build_model
+from nag_jax.optim import build_optimizer
+from nag_jax.training.checkpoints import CheckpointReader, Checkpoints
+from nag_jax.training.start import ITEMS
+from nag_jax.training.state import TrainState, initial_state
+from nag_jax.training.step import train_step
+
+LENGTH = 24
+# A batch counts as learnt by heart when its loss is below this part of what it was at the start.
+# Who knows only the previous token, and that perfectly, does not get there.
+LEARNT = 0.25
+
+CONTRACTS = ("causality", "document isolation", "cached decode equals full forward")
+
+SIZES = {
+    "data.row_length": LENGTH,
+    "model.d_model": 32,
+    "model.vocab_multiple": 16,
+    "model.loss_chunk": LENGTH,
+    "model.attention.num_heads": 4,
+    "model.attention.num_kv_heads": 2,
+    "model.attention.head_dim": 8,
+    "model.attention.query_chunk": LENGTH,
+    "model.feedforward.hidden": 80,
+    "optimizer.learning_rate": 0.01,
+    "optimizer.rate_multiplier.embedding": 5.0,
+    "optimizer.schedule.warmup_steps": 3,
+    "train.steps": 60,
+}
+
+# What each value sets besides its own leaf. Residual-free models need lower rates and more steps;
+# narrow value bottlenecks (mqa, gqa) slow them most.
+FACTORS: dict[str, dict[str, dict[str, Any]]] = {
+    "connection": {
+        "nag": {"model.connection.encode_gain_init": 5.0},
+        "prenorm": {},
+        "residual_free": {"optimizer.learning_rate": 0.005, "train.steps": 160},
+    },
+    "attention": {
+        "mha": {"model.attention.num_kv_heads": 4},
+        "gqa": {},
+        "gqa_qk_norm": {"model.attention.qk_norm": True},
+        "mqa": {"model.attention.num_kv_heads": 1},
+        # Latents of half the stream's width.
+        "ccgqa": {"model.attention.kind": "ccgqa", "model.attention.head_dim": 4},
+        "ccgqa_3_4": {
+            "model.attention.kind": "ccgqa",
+            "model.attention.head_dim": 4,
+            "model.attention.num_kv_heads": 1,
+            "model.attention.depthwise_kernel": 3,
+            "model.attention.grouped_kernel": 4,
+        },
+    },
+    "feedforward": {"mlp": {}, "swiglu": {}},
+    "initialisation": {
+        "fan_in": {},
+        "gaussian": {},
+        "xavier": {},
+        "kaiming": {},
+        # Enough for a few blocks; with the default of 8 the one-head bottleneck of a residual-free
+        # mqa learns the batch only in part.
+        "orthogonal": {"model.initialisation.alpha_qk": 2.0},
+    },
+    "loop": {
+        "none": {"model.num_blocks": 3},
+        "twice": {"model.num_blocks": 3, "model.loops": 2},
+        "core": {  # block, two blocks three times, block
+            "model.num_blocks": 4,
+            "model.loops": 3,
+            "model.prelude_blocks": 1,
+            "model.coda_blocks": 1,
+        },
+    },
+    "dtype": {"float32": {}, "bfloat16": {}},
+    "remat": {
+        "none": {},
+        "nothing_saveable": {},
+        "dots_saveable": {},
+        "dots_with_no_batch_dims_saveable": {},
+    },
+}
+
+# Where the value itself is a leaf of the config.
+LEAVES = {
+    "connection": "model.connection.kind",
+    "feedforward": "model.feedforward.kind",
+    "initialisation": "model.initialisation.kind",
+    "dtype": "model.compute_dtype",
+    "remat": "model.remat",
+}
+
+
+class Combination(NamedTuple):
+    """A value of each factor."""
+
+    connection: str
+    attention: str
+    feedforward: str
+    initialisation: str
+    loop: str
+    dtype: str
+    remat: str
+
+    def __str__(self) -> str:
+        return "-".join(self)
+
+    def config(self) -> ConfigDict:
+        """The complete config."""
+        found = dict(SIZES)
+        for factor, value in self._asdict().items():
+            if factor in LEAVES:
+                found[LEAVES[factor]] = value
+            found |= FACTORS[factor][value]
+        return small_config(found)
+
+
+# The default test suite has the first four, which hold every value of connection, feed-forward,
+# loop, dtype and remat.
+IN_DEFAULT_SUITE = 4
+TABLE = """
+nag           ccgqa       swiglu fan_in     none  bfloat16 dots_with_no_batch_dims_saveable
+prenorm       gqa_qk_norm mlp    gaussian   twice float32  nothing_saveable
+residual_free mha         mlp    orthogonal core  float32  none
+nag           mqa         mlp    kaiming    twice float32  dots_saveable
+nag           mha         mlp    gaussian   none  bfloat16 none
+nag           gqa         mlp    orthogonal none  float32  dots_with_no_batch_dims_saveable
+nag           gqa_qk_norm mlp    fan_in     core  float32  nothing_saveable
+nag           ccgqa_3_4   swiglu xavier     twice bfloat16 none
+prenorm       mha         mlp    fan_in     none  bfloat16 dots_with_no_batch_dims_saveable
+prenorm       mha         swiglu kaiming    none  float32  nothing_saveable
+prenorm       gqa         swiglu fan_in     none  bfloat16 dots_saveable
+prenorm       gqa         swiglu gaussian   twice bfloat16 nothing_saveable
+prenorm       gqa_qk_norm swiglu orthogonal none  float32  dots_with_no_batch_dims_saveable
+prenorm       mqa         mlp    gaussian   core  bfloat16 dots_saveable
+prenorm       mqa         mlp    xavier     none  bfloat16 dots_with_no_batch_dims_saveable
+prenorm       mqa         swiglu fan_in     none  bfloat16 none
+prenorm       ccgqa       swiglu xavier     twice bfloat16 nothing_saveable
+prenorm       ccgqa_3_4   mlp    kaiming    core  bfloat16 dots_with_no_batch_dims_saveable
+prenorm       ccgqa_3_4   swiglu orthogonal none  float32  nothing_saveable
+residual_free mha         swiglu xavier     twice float32  dots_saveable
+residual_free gqa         swiglu xavier     core  bfloat16 none
+residual_free gqa         swiglu kaiming    none  float32  dots_saveable
+residual_free gqa_qk_norm mlp    kaiming    twice float32  none
+residual_free gqa_qk_norm swiglu xavier     twice bfloat16 dots_saveable
+residual_free mqa         mlp    orthogonal twice float32  nothing_saveable
+residual_free ccgqa       mlp    kaiming    twice float32  none
+residual_free ccgqa       swiglu gaussian   twice float32  dots_with_no_batch_dims_saveable
+residual_free ccgqa       swiglu orthogonal core  bfloat16 dots_saveable
+residual_free ccgqa_3_4   swiglu fan_in     twice float32  dots_saveable
+residual_free ccgqa_3_4   swiglu gaussian   none  bfloat16 none
+"""
+COMBINATIONS = [Combination(*line.split()) for line in TABLE.strip().splitlines()]
+
+
+class Trained(NamedTuple):
+    """A model after all steps, on one batch.
+
+    Attributes:
+        config: Its config.
+        case: The model with its initial parameters, for the contracts.
+        state: The state at the end.
+        metrics: Those of the step, by step.
+    """
+
+    config: ConfigDict
+    case: contracts.Case
+    state: TrainState
+    metrics: dict[str, Any]
+
+
+def batch() -> dict[str, np.ndarray]:
+    """Documents of eight kinds of tokens, so that the previous one does not tell the next."""
+    documents = [[LENGTH + 1], [10, 14], [1, 24], [12, 8]]
+    return packed_batch(documents, LENGTH, vocab_size=8)
+
+
+def check(combination: Combination, folder: pathlib.Path) -> None:
+    """Everything that a combination must do; `folder` is for its checkpoint."""
+    trained = train(combination)
+    check_learning(combination, trained)
+    for name in CONTRACTS:
+        result = contracts.check(name, trained.case)
+        assert result.holds, f"{name}: {result.text}"
+    check_checkpoint(trained, folder)
+
+
+def train(combination: Combination) -> Trained:
+    """Makes the model and trains it, as one program."""
+    config = combination.config()
+    model = build_model(config, contracts.VOCABULARY)
+    optimizer, schedule = build_optimizer(config.optimizer, config.train.steps, model.infos)
+    step = train_step(
+        model,
+        optimizer,
+        schedule,
+        accumulation=1,
+        taps=config.train.taps,
+        skip_not_finite=False,
+    )
+
+    @jax.jit
+    def run(batch):
+        start = initial_state(model, optimizer, config.seed)
+        end, metrics = jax.lax.scan(
+            lambda state, _: step(state, batch), start, length=config.train.steps
+        )
+        return contracts.without_zeros(model, start.params), end, metrics
+
+    params, end, metrics = run(batch())
+    return Trained(config, contracts.Case(model, params, LENGTH), end, jax.device_get(metrics))
+
+
+def check_learning(combination: Combination, trained: Trained) -> None:
+    """All steps, so the first two, are finite with their taps, and the batch is learnt by heart."""
+    for metric in jax.tree.leaves(trained.metrics):
+        assert np.isfinite(metric).all()
+    assert trained.metrics["finite"].all()
+    losses = trained.metrics["loss"]
+    assert losses[-1] < LEARNT * losses[0], losses
+
+
+def check_checkpoint(trained: Trained, folder: pathlib.Path) -> None:
+    """Config and state come back bit by bit, into a model made from the saved config alone."""
+    saved = {item: getattr(trained.state, item) for item in ITEMS}
+    checkpoints = Checkpoints(folder, keep_last=1)
+    checkpoints.save(trained.config.train.steps, saved, {"config.json": to_json(trained.config)})
+    checkpoints.close()
+
+    reader = CheckpointReader(folder)
+    config = from_json(reader.read_documents(reader.newest())["config.json"].decode())
+    model = build_model(config, contracts.VOCABULARY)
+    optimizer, _ = build_optimizer(config.optimizer, config.train.steps, model.infos)
+    shapes = jax.eval_shape(lambda: initial_state(model, optimizer, config.seed))
+    _, restored = reader.restore(None, {item: getattr(shapes, item) for item in ITEMS})
+    assert jax.tree.structure(restored) == jax.tree.structure(saved)
+    for old, new in zip(jax.tree.leaves(saved), jax.tree.leaves(restored), strict=True):
+        assert old.dtype == new.dtype
+        np.testing.assert_array_equal(old, new)

@@ -1,0 +1,59 @@
+"""The table of combinations covers every pair, and its first rows do what all must do."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from combinations import (
+    COMBINATIONS,
+    FACTORS,
+    IN_DEFAULT_SUITE,
+    LEARNT,
+    Combination,
+    batch,
+    check,
+)
+
+from nag_jax import contracts
+from nag_jax.kinds import REGISTRY
+from nag_jax.validation import REMAT_POLICIES
+
+
+def test_every_two_values_of_every_two_factors_meet():
+    for row in COMBINATIONS:
+        assert all(value in FACTORS[factor] for factor, value in row._asdict().items())
+    for first, second in itertools.combinations(Combination._fields, 2):
+        wanted = set(itertools.product(FACTORS[first], FACTORS[second]))
+        assert wanted == {(getattr(row, first), getattr(row, second)) for row in COMBINATIONS}
+
+
+def test_factors_hold_every_kind():
+    for part in ("connection", "feedforward", "initialisation"):
+        assert set(FACTORS[part]) == set(REGISTRY[f"model.{part}"])
+    kinds = {row.config().model.attention.kind for row in COMBINATIONS}
+    assert kinds == set(REGISTRY["model.attention"])
+    assert set(FACTORS["remat"]) == set(REMAT_POLICIES)
+
+
+def test_first_rows_hold_every_value_of_most_factors():
+    rows = COMBINATIONS[:IN_DEFAULT_SUITE]
+    for factor in ("connection", "feedforward", "loop", "dtype", "remat"):
+        assert {getattr(row, factor) for row in rows} == set(FACTORS[factor])
+
+
+def test_the_previous_token_alone_does_not_teach_the_batch():
+    """The lowest loss of a model that sees one token is above what counts as learnt by heart."""
+    counts = np.zeros((contracts.VOCABULARY, contracts.VOCABULARY))
+    valid = batch()["valid"][:, 1:]
+    previous, following = batch()["tokens"][:, :-1][valid], batch()["tokens"][:, 1:][valid]
+    np.add.at(counts, (previous, following), 1)
+    pairs = counts[previous, following]
+    nats = np.mean(np.log(counts.sum(axis=1)[previous] / pairs))
+    # No model starts at a loss as high as one and a half times a uniform guess.
+    assert nats > LEARNT * 1.5 * math.log(contracts.VOCABULARY)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS[:IN_DEFAULT_SUITE], ids=str)
+def test_combination(combination, tmp_path, quick_compile):
+    check(combination, tmp_path / "checkpoints")
