@@ -132,10 +132,12 @@ class Orthogonal:
         Query and key: sqrt(alpha_qk) times one semi-orthogonal [d, h] matrix per key-value head,
         which the query heads of its group share; heads are independent.
 
-        Value: sqrt(alpha_vo) times one semi-orthogonal [d, K h] matrix over all heads; output: its
-        transpose, over G and repeated for the query heads of a group. Where every token attends to
-        itself alone the branch is alpha_vo times the orthogonal projector on the value columns, of
-        rank min(K h, d): a rotation-free isometry if K h >= d, else a partial isometry.
+        Value: sqrt(alpha_vo) times one semi-orthogonal [d, K h] matrix over all heads; output: the
+        query heads of a group have (I + N_i) V_j^T/G, N_i normal and of sum 0 over the group. They
+        attend alike at first, so that together they are V_j^T; with outputs alike too they would
+        have one gradient, and stay one head for good. Where every token attends to itself alone the
+        branch is alpha_vo times the orthogonal projector on the value columns, of rank
+        min(K h, d): a rotation-free isometry if K h >= d, else a partial isometry.
         """
         group = num_heads // num_kv_heads
 
@@ -144,14 +146,20 @@ class Orthogonal:
 
         head_keys = jax.random.split(rngs.params(), num_kv_heads)
         key = math.sqrt(self.options.alpha_qk) * jax.vmap(to_head, out_axes=1)(head_keys)
+        value_key = rngs.params()
         value = math.sqrt(self.options.alpha_vo) * initializers.semi_orthogonal(
-            rngs.params(), d_model, num_kv_heads * head_dim
+            value_key, d_model, num_kv_heads * head_dim
         ).reshape(d_model, num_kv_heads, head_dim)
+        shape = (num_kv_heads, group, head_dim, head_dim)
+        noise = jax.random.normal(jax.random.fold_in(value_key, 1), shape) / math.sqrt(head_dim)
+        shares = (jnp.eye(head_dim) + noise - jnp.mean(noise, axis=1, keepdims=True)) / group
         return AttentionWeights(
             query=jnp.repeat(key, group, axis=1),
             key=key,
             value=value,
-            output=jnp.repeat(jnp.transpose(value, (1, 2, 0)) / group, group, axis=0),
+            output=jnp.einsum("kgij,dkj->kgid", shares, value, precision="highest").reshape(
+                num_heads, head_dim, d_model
+            ),
         )
 
     def up(self, rngs: nnx.Rngs, d_model: int, hidden: int) -> Float[Array, "d hidden"]:
