@@ -7,6 +7,7 @@ keys themselves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from ml_collections import ConfigDict
 from nag_jax.dotted import flatten
 from nag_jax.errors import UserError
 from nag_jax.kinds import MEMBERS, REGISTRY, is_registered, kind_class, kind_defaults
+from nag_jax.models.stages import MAX_LOOPS
 
 REMAT_POLICIES = (
     "none",  # keep every intermediate
@@ -67,7 +69,7 @@ RULES: dict[str, Rule] = {
     "data.prefetch_rows": _at_least(0),
     "model.d_model": _at_least(3),
     "model.num_blocks": _at_least(1),
-    "model.loops": _at_least(1),
+    "model.loops": Rule(lambda x: 1 <= x <= MAX_LOOPS, f"between 1 and {MAX_LOOPS}"),
     "model.prelude_blocks": _at_least(0),
     "model.coda_blocks": _at_least(0),
     "model.vocab_multiple": _at_least(1),
@@ -162,6 +164,13 @@ def validate(config: ConfigDict) -> None:
             f"(num_kv_heads {_numbers(_divisors(heads))} would work)"
         )
     _validate_rotary_width(leaves)
+    for name in ("depthwise_kernel", "grouped_kernel"):
+        kernel = leaves.get(f"model.attention.{name}", 1)
+        if kernel > config.data.row_length:
+            raise UserError(
+                f"model.attention.{name}={kernel} is longer than a row: it must be at most "
+                f"data.row_length={config.data.row_length}"
+            )
     outside = config.model.prelude_blocks + config.model.coda_blocks
     if outside >= config.model.num_blocks:
         raise UserError(
@@ -219,7 +228,7 @@ def _validate_rotary_width(leaves: dict[str, Any]) -> None:
     head_dim = leaves.get("model.attention.head_dim", 2)
     fraction = leaves.get("model.attention.rope_fraction", 1.0)
     width = head_dim * fraction
-    if width % 2:
+    if not math.isclose(width, 2 * round(width / 2), abs_tol=1e-6):
         raise UserError(
             f"model.attention.rope_fraction={fraction} of model.attention.head_dim={head_dim} is "
             f"{width:g}, but rotary positions turn an even number of features"

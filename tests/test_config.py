@@ -464,6 +464,15 @@ def test_diff_lists_changed_and_absent_leaves():
             "model.attention.num_heads=6 model.attention.num_kv_heads=4",
             ["num_kv_heads", "1, 2, 3 or 6"],
         ),
+        ("model.attention.rope_fraction=0.3", ["rope_fraction=0.3", "is 19.2", "even"]),
+        ("model.attention.rope_fraction=0.5 model.attention.head_dim=6", ["is 3", "even"]),
+        (
+            "model.attention.kind=ccgqa model.attention.grouped_kernel=513",
+            ["model.attention.grouped_kernel=513", "at most data.row_length=512"],
+        ),
+        ("model.loops=0", ["model.loops", "between 1 and 10000"]),
+        ("model.loops=1000000000", ["model.loops", "between 1 and 10000"]),
+        ("model.prelude_blocks=3 model.coda_blocks=3", ["num_blocks=6", "for the loop"]),
         ("model.feedforward.hidden=0", ["model.feedforward.hidden"]),
         ("optimizer.learning_rate=-1", ["optimizer.learning_rate"]),
         ("optimizer.rate_multiplier.gate=-1", ["optimizer.rate_multiplier.gate"]),
@@ -489,6 +498,12 @@ def test_diff_lists_changed_and_absent_leaves():
 def test_what_cannot_work_is_refused(line, words):
     sentence = refusal(config_lib.validate, config_lib.resolve({}, line.split()))
     assert all(word in sentence for word in words), sentence
+
+
+@pytest.mark.parametrize(("head_dim", "fraction"), [(50, 0.28), (66, 1 / 3), (64, 0.0)])
+def test_a_rotary_width_is_even_up_to_rounding(head_dim, fraction):
+    line = [f"model.attention.head_dim={head_dim}", f"model.attention.rope_fraction={fraction}"]
+    config_lib.validate(config_lib.resolve({}, line))
 
 
 def test_every_number_outside_the_optimizer_has_a_rule():

@@ -4,6 +4,9 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
+# More would overflow nothing but patience; a typing error should not compile for hours.
+MAX_LOOPS = 10_000
+
 
 class StageSizes(NamedTuple):
     """A stage's blocks.
