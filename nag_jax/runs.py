@@ -18,14 +18,12 @@ from nag_jax.errors import UserError
 from nag_jax.evals import generate as generation
 from nag_jax.evals.bits_per_byte import Evaluation, make_evaluator
 from nag_jax.evals.loglikelihood import Scored, score_pairs
+from nag_jax.models.stages import MAX_LOOPS
 from nag_jax.models.transformer import LanguageModel, build_model
 from nag_jax.sharding.mesh import single_device_mesh
 from nag_jax.training import start
 from nag_jax.training.checkpoints import CheckpointReader, find_checkpoint
 from nag_jax.training.state import abstract_params
-
-# More would overflow nothing but patience; a typing error should not compile for hours.
-MAX_LOOPS = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +64,10 @@ class Run:
         """
         tokens = jnp.asarray(tokens, jnp.int32)
         batched = jnp.atleast_2d(tokens)
-        if segment_ids is None:
-            segment_ids = jnp.ones_like(batched)
+        if segment_ids is not None:
+            segment_ids = jnp.asarray(segment_ids, jnp.int32)
         with jax.set_mesh(self.mesh):
-            out = _logits(self.model)(
-                self.params, batched, jnp.asarray(segment_ids, jnp.int32), self.age
-            )
+            out = _logits(self.model)(self.params, batched, segment_ids, self.age)
         return out[0] if tokens.ndim == 1 else out
 
     def evaluate(self, documents: Iterable[tuple[str, str]], batch_size: int = 16) -> Evaluation:
@@ -232,8 +228,10 @@ def load_run(
 
     Raises:
         UserError: There is no usable checkpoint, `path` names another step than `step`, or the
-            config needs `allow_user_kinds`.
+            config needs `allow_user_kinds`, or `loops` is out of range.
     """
+    if loops is not None and not 1 <= loops <= MAX_LOOPS:
+        raise UserError(f"loops is {loops}; it must be between 1 and {MAX_LOOPS}")
     folder, step_in_path = find_checkpoint(path)
     reader = CheckpointReader(folder)
     if None not in (step, step_in_path) and step != step_in_path:
@@ -248,8 +246,6 @@ def load_run(
     with tempfile.TemporaryDirectory() as scratch:
         start.restore_folder(documents, start.TOKENIZER_FOLDER, epath.Path(scratch))
         tokenizer = tokenizers.load(scratch, allow_user_kinds=allow_user_kinds)
-    if loops is not None and not 1 <= loops <= MAX_LOOPS:
-        raise UserError(f"loops is {loops}; it must be between 1 and {MAX_LOOPS}")
     model = build_model(_for_any_device(config), tokenizer.vocab_size, loops)
     mesh = single_device_mesh() if mesh is None else mesh
     _, arrays = reader.restore(step, {"params": abstract_params(model, mesh, dtype)})

@@ -19,6 +19,7 @@ from nag_jax import config as config_lib
 from nag_jax import runs
 from nag_jax.data.tokenizers import ByteTokenizer
 from nag_jax.errors import UserError
+from nag_jax.models import attention
 from nag_jax.models.transformer import build_model
 from nag_jax.parameters import flatten
 from nag_jax.training import start
@@ -77,6 +78,9 @@ def test_what_is_not_there_is_told(tiny_run, tmp_path):
         with pytest.raises(UserError, match=words):
             nag_jax.load_run(path, step=step)
     assert not (tmp_path / "gone").exists()
+    for loops in (0, 10_001):
+        with pytest.raises(UserError, match=f"loops is {loops}; .* between 1 and 10000"):
+            nag_jax.load_run(tmp_path / "gone", loops=loops)
 
 
 def test_a_damaged_checkpoint_is_passed_over_unless_asked_for(tiny_run, tmp_path, capsys):
@@ -172,6 +176,21 @@ def test_logits_compile_once_and_know_documents(loaded):
     batch = loaded.logits([tokens, tokens], [[1] * 4 + [2] * 4, [1] * 8])
     np.testing.assert_allclose(batch[0, 4:], alone[:4], rtol=0, atol=1e-5)
     np.testing.assert_allclose(batch[1], row, rtol=0, atol=1e-5)
+
+
+def test_a_row_of_logits_is_one_document_unless_told_otherwise(loaded, monkeypatch):
+    """Fused kernels that cannot tell documents apart may serve it."""
+    packed, attend = set(), attention.attend
+
+    def told(*args, **options):
+        packed.add(options["packed"])
+        return attend(*args, **options)
+
+    monkeypatch.setattr(attention, "attend", told)
+    loaded.logits([256, *b"abcd"])
+    assert packed == {False}
+    loaded.logits([256, *b"abcd"], [[1, 1, 1, 2, 2]])
+    assert packed == {False, True}
 
 
 def test_the_validation_set_scores_as_it_did_in_training(tiny_run, loaded):
