@@ -158,7 +158,10 @@ def main(config, flag_values) -> int:
     groups: dict[str, list[int]] = {}
     for number, name in enumerate(result.document_names):
         groups.setdefault(group_of(name, by, whole_files), []).append(number)
-    table = Table(title=escape(f"step {run.step} of {flag_values.checkpoint}, corpus {corpus}"))
+    title = f"step {run.step} of {flag_values.checkpoint}, corpus {corpus}"
+    if flag_values.loops is not None:
+        title += f", loops {run.model.loops}"
+    table = Table(title=escape(title))
     table.add_column(by, overflow="fold")
     for column in ("documents", "bytes", "bits per byte"):
         table.add_column(column, justify="right")
@@ -187,6 +190,7 @@ def main(config, flag_values) -> int:
         content = {
             "checkpoint": flag_values.checkpoint,
             "step": run.step,
+            "loops": run.model.loops,
             "corpus_fingerprint": corpus,
             "bits_per_byte": result.bits_per_byte,
             "loss": result.loss,

@@ -66,6 +66,7 @@ def test_evaluate_on_the_runs_own_corpus(tiny_run, loaded, once_loaded, tmp_path
     result = loaded.evaluate_validation()
     assert content["bits_per_byte"] == pytest.approx(result.bits_per_byte, rel=1e-6)
     assert content["corpus_fingerprint"] == loaded.corpus_fingerprint
+    assert content["loops"] == loaded.model.loops
     (line,) = content["corpus"]
     assert line["documents"] == len(result.document_names) and line["name"] == "all"
     content = read_json(evaluate(tiny_run, f"--json={path}", "--by=document"), path)
