@@ -30,7 +30,9 @@ def main(config, flag_values) -> int:
     from rich.table import Table
 
     from nag_jax import contracts
+    from nag_jax.training.header import implementations
 
+    implementations(config)  # raises where one that the config insists on cannot serve
     model = config.model
     kinds = ", ".join(f"{node} {model[node].kind}" for node in contracts.PARTS)
     table = Table(

@@ -166,6 +166,11 @@ def test_a_large_model_is_refused():
     assert_refused(done, "parameters, more than --max_parameters=1,000", ":smoke")
 
 
+def test_a_kernel_of_another_device_is_refused_before_any_contract():
+    done = check(**{"attention.implementation": "splash"})
+    assert_refused(done, "'splash' cannot serve", "runs on TPU, not on CPU")
+
+
 # --- the probe of a training run ---
 
 
