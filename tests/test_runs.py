@@ -146,6 +146,16 @@ def test_classes_of_a_user_are_imported_only_when_allowed(tmp_path, monkeypatch)
     assert "their_parts" in sys.modules
 
 
+@pytest.mark.parametrize(
+    ("trained", "loaded"),
+    [("splash", "auto"), ("auto", "auto"), ("chunked", "chunked"), ("a user's word", None)],
+)
+def test_a_run_needs_no_kernel_of_the_devices_it_was_trained_on(trained, loaded):
+    config = small_config(attention__implementation=trained)
+    assert runs._for_any_device(config).model.attention.implementation == (loaded or trained)
+    assert config.model.attention.implementation == trained
+
+
 def test_on_other_meshes():
     """Saved on mesh (4, 2); read on (2, 4), (1, 8) and one device; really divided."""
     environment = {
