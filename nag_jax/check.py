@@ -30,18 +30,19 @@ def main(config, flag_values) -> int:
     from rich.table import Table
 
     from nag_jax import contracts
+    from nag_jax.models.stages import blocks_in_words
     from nag_jax.training.header import implementations
 
     implementations(config)  # raises where one that the config insists on cannot serve
     model = config.model
     kinds = ", ".join(f"{node} {model[node].kind}" for node in contracts.PARTS)
     table = Table(
-        title=escape(f"{model.num_blocks} blocks of width {model.d_model}: {kinds}"),
+        title=escape(f"{blocks_in_words(model)}: {kinds}"),
         caption=escape(
             f"{model.compute_dtype}: where one program runs on other values "
-            f"{contracts.SAME_PROGRAM[model.compute_dtype]:g} of the largest may differ, between "
-            f"programs {contracts.OTHER_PROGRAM[model.compute_dtype]:g}, in gradients "
-            f"{contracts.GRADIENTS[model.compute_dtype]:g}"
+            f"{contracts.allowed(model, contracts.SAME_PROGRAM):g} of the largest may differ, "
+            f"between programs {contracts.allowed(model, contracts.OTHER_PROGRAM):g}, in gradients "
+            f"{contracts.allowed(model, contracts.GRADIENTS):g}"
         ),
     )
     for column in ("contract", "", "what was measured"):

@@ -26,6 +26,7 @@ from nag_jax.errors import UserError
 from nag_jax.kinds import kind_class
 from nag_jax.models.context import BranchOut, Context, positions_in_document
 from nag_jax.models.linear import Numerics
+from nag_jax.models.stages import stages_of
 from nag_jax.models.transformer import LanguageModel, build_model
 from nag_jax.parameters import flatten
 from nag_jax.sharding import rules
@@ -734,8 +735,20 @@ def _nats_and_gradients(model: LanguageModel) -> Callable[[Any, Any], tuple[Arra
     return both
 
 
+def allowed(options: ConfigDict, tolerances: dict[str, float]) -> float:
+    """The tolerance for a model: rounding adds up over the blocks that run, but not in one program.
+
+    Args:
+        options: The config's `model` node.
+        tolerances: `SAME_PROGRAM`, `OTHER_PROGRAM` or `GRADIENTS`, which are for up to six blocks.
+    """
+    runs = sum(stage.runs for stage in stages_of(options).values())
+    growth = 1.0 if tolerances is SAME_PROGRAM else max(1.0, runs / 6)
+    return growth * tolerances[options.compute_dtype]
+
+
 def _allowed(model: LanguageModel, tolerances: dict[str, float]) -> float:
-    return tolerances[model.options.compute_dtype]
+    return allowed(model.options, tolerances)
 
 
 def _largest_difference(value: Any, expected: Any, least: float = 0.0) -> float:

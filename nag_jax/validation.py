@@ -96,7 +96,7 @@ RULES: dict[str, Rule] = {
     "model.attention.temperature_base": _above(0),
     "model.attention.temperature_sign": Rule(lambda x: x in (-1, 1), "-1 or 1"),
     "model.attention.query_chunk": _at_least(1),
-    "model.attention.implementation": _one_of("auto", "chunked", "splash", "cudnn", "tokamax"),
+    "model.attention.implementation": _one_of("auto", "chunked", "splash"),
     "model.attention.depthwise_kernel": _at_least(1),
     "model.attention.grouped_kernel": _at_least(1),
     "model.feedforward.hidden": _at_least(1),

@@ -190,7 +190,8 @@ def score_pairs(
     requests, sizes = encode_pairs(tokenizer, pairs, context)
     order = sorted(range(len(requests)), key=lambda i: -len(requests[i].tokens))
     rows = min(batch_size, _power_of_two(max(len(order), 1)))
-    rows = -(-rows // mesh.size) * mesh.size
+    shards = rules.batch_shards(mesh)
+    rows = -(-rows // shards) * shards
     scored: dict[int, Scored] = {}
     done = 0
     with Progress("Scoring", sum(sizes), progress) as shown, jax.set_mesh(mesh):

@@ -45,3 +45,13 @@ def stages_of(options: ConfigDict, loops: int | None = None) -> dict[str, StageS
         StageSizes(after, before + inside * options.loops, 1),
     ]
     return {f"stage_{i}": stage for i, stage in enumerate(s for s in stages if s.blocks)}
+
+
+def blocks_in_words(options: ConfigDict) -> str:
+    """Depth and width, such as "6 blocks of width 256 (4 of them run 3 times)"."""
+    words = f"{options.num_blocks} blocks of width {options.d_model}"
+    if options.loops == 1:
+        return words
+    inside = options.num_blocks - options.prelude_blocks - options.coda_blocks
+    which = "all" if inside == options.num_blocks else f"{inside} of them"
+    return f"{words} ({which} run {options.loops} times)"

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from nag_jax.analysis.flops import model_table
 from nag_jax.kinds import kind_class
+from nag_jax.models.stages import blocks_in_words
 from nag_jax.models.transformer import LanguageModel
 from nag_jax.training.state import abstract_state
 
@@ -36,9 +37,7 @@ def print_header(
     kinds = ", ".join(
         f"{node} {config.model[node].kind}" for node in ("connection", "attention", "feedforward")
     )
-    table = Table(
-        title=f"{config.model.num_blocks} blocks of width {config.model.d_model}: {kinds}"
-    )
+    table = Table(title=f"{blocks_in_words(config.model)}: {kinds}")
     table.add_column("quantity")
     table.add_column("value", justify="right")
     optimizer_state = abstract_state(model, optimizer, mesh).opt_state
