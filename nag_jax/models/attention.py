@@ -20,6 +20,10 @@ from nag_jax.models.linear import PRECISION, Numerics, contract
 from nag_jax.models.norms import RMSNorm
 from nag_jax.parameters import declare
 
+# Columns of the cache that one product reads on CPU: the keys and values of a few rows fit in its
+# second-level cache.
+CACHE_COLUMNS = 512
+
 
 def rotate(
     x: Float[Array, "B T N h"],
@@ -184,19 +188,45 @@ class SoftmaxAttention(nnx.Module):
 
 
 def attend_to_cache(q: Float[Array, "B 1 K G h"], cache: LayerCache) -> Float[Array, "B 1 K G h"]:
-    """Attention of one token a row over the cached keys and values up to its own column."""
-    keys, values = cache.read("key"), cache.read("value")
+    """Attention of one token a row over the cached keys and values up to its own column.
+
+    On CPU the columns are read in pieces, as far as there are any: XLA copies what it slices out of
+    the stacked cache, and small copies stay close to the processor.
+    """
+    length = cache.arrays["key"].shape[3]
+    count = min(CACHE_COLUMNS, length) if platform_in_use() == "cpu" else length
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     scaled = q[:, 0] * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
-    logits = jnp.einsum(
-        "bkgh,bksh->bkgs", scaled, keys, precision=PRECISION, preferred_element_type=dtype
-    )
-    visible = cache.visible(keys.shape[2])[:, None, None]
-    weights = jax.nn.softmax(jnp.where(visible, logits, MASKED), axis=-1).astype(values.dtype)
-    out = jnp.einsum(
-        "bkgs,bksh->bkgh", weights, values, precision=PRECISION, preferred_element_type=dtype
-    )
-    return out[:, None].astype(q.dtype)
+
+    def add(piece, carry):
+        peak, total, out = carry
+        first = jnp.minimum(piece * count, length - count)
+        keys, values = (cache.read_columns(name, first, count, 2) for name in ("key", "value"))
+        columns = first + jnp.arange(count)
+        logits = jnp.einsum(
+            "bkgh,bksh->bkgs", scaled, keys, precision=PRECISION, preferred_element_type=dtype
+        )
+        # The last piece ends with the cache, and may begin with columns that were read before.
+        visible = cache.visible(columns) & (columns >= piece * count)
+        logits = jnp.where(visible[:, None, None], logits, MASKED)
+        new_peak = jnp.maximum(peak, jnp.max(logits, axis=-1))
+        weights = jnp.exp(logits - new_peak[..., None])
+        shrink = jnp.exp(peak - new_peak)
+        product = jnp.einsum(
+            "bkgs,bksh->bkgh",
+            weights.astype(values.dtype),
+            values,
+            precision=PRECISION,
+            preferred_element_type=dtype,
+        )
+        total = total * shrink + jnp.sum(weights, axis=-1)
+        return new_peak, total, out * shrink[..., None] + product
+
+    zeros = jnp.zeros(scaled.shape, dtype)
+    carry = (zeros[..., 0] + MASKED, zeros[..., 0], zeros)
+    pieces = 1 if count == length else cache.position // count + 1
+    _, total, out = jax.lax.fori_loop(0, pieces, add, carry)
+    return (out / total[..., None])[:, None].astype(q.dtype)
 
 
 class GroupedQueryAttention(SoftmaxAttention):

@@ -40,6 +40,13 @@ class LayerCache:
         """This layer's array, [B, ...]."""
         return jax.lax.dynamic_index_in_dim(self.arrays[name], self.layer, keepdims=False)
 
+    def read_columns(self, name: str, first: Array, count: int, axis: int) -> Array:
+        """`count` columns of this layer's array from `first` on, along `axis` of [B, ...]."""
+        stacked = self.arrays[name]
+        corner, sizes = [self.layer, *[0] * (stacked.ndim - 1)], [1, *stacked.shape[1:]]
+        corner[1 + axis], sizes[1 + axis] = first, count
+        return jax.lax.dynamic_slice(stacked, corner, sizes)[0]
+
     def replace(self, name: str, value: Array) -> "LayerCache":
         """The cache with this layer's whole array replaced by `value` [B, ...]."""
         return self._written(name, value, 0, 0)
@@ -56,9 +63,8 @@ class LayerCache:
         stacked = jax.lax.dynamic_update_slice(stacked, value[None].astype(stacked.dtype), corner)
         return dataclasses.replace(self, arrays=self.arrays | {name: stacked})
 
-    def visible(self, length: int) -> Bool[Array, "B S"]:
-        """Which of `length` columns belong to a row's document, up to `position`."""
-        columns = jnp.arange(length)
+    def visible(self, columns: Int[Array, " C"]) -> Bool[Array, "B C"]:
+        """Which of these columns belong to a row's document, up to `position`."""
         return (columns >= self.start[:, None]) & (columns <= self.position)
 
 

@@ -11,7 +11,7 @@ from small_models import packed_batch, random_params, small_model
 from nag_jax.data.tokenizers import ByteTokenizer
 from nag_jax.errors import UserError
 from nag_jax.evals import generate as generate_lib
-from nag_jax.evals.generate import choose_token, generate
+from nag_jax.evals.generate import choose_token, generate, most_likely
 from nag_jax.sharding.mesh import single_device_mesh
 
 pytestmark = pytest.mark.usefixtures("cached_compilation")
@@ -67,6 +67,17 @@ def test_frequencies(temperature, top_k, top_p):
     seen = np.bincount(draws(logits, count, temperature, top_k, top_p), minlength=7) / count
     assert not seen[expected == 0].any()
     np.testing.assert_allclose(seen, expected, atol=4.5 * np.sqrt(0.25 / count))
+
+
+@given(
+    logits=st.lists(st.sampled_from([-3.5, -1.0, -0.0, 0.0, 0.25, 2.0]), min_size=9, max_size=9),
+    top_k=st.integers(1, 9),
+    top_p=st.sampled_from([0.1, 0.503, 0.9, 0.997]),
+)
+def test_most_likely_tokens_among_equal_ones(logits, top_k, top_p):
+    marked = jax.jit(most_likely)(jnp.array(logits), jnp.int32(top_k), jnp.float32(top_p))
+    expected = distribution(logits, 1.0, top_k, top_p)
+    np.testing.assert_array_equal(marked, expected > 0)
 
 
 @given(
@@ -159,8 +170,8 @@ def test_a_token_does_not_copy_the_cache():
     tokens = jax.ShapeDtypeStruct((4,), jnp.int32)
     memory = advance.lower(params, state, tokens, 0, keys, settings).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= size
-    # One layer's keys and values at a time, for the products.
-    assert memory.temp_size_in_bytes < 0.5 * size
+    # Some columns of one layer's keys and values at a time, for the products.
+    assert memory.temp_size_in_bytes < 0.1 * size
 
 
 def test_it_stops_where_it_says(loaded):

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from small_models import quick_compilation, random_params, small_model
 
+from nag_jax.models import attention as attention_lib
+
 PROMPTS = (1, 2, 3, 17)  # tokens, in one batch, padded on the left
 COLUMNS, ADDED = 20, 8
 LOOP = {"num_blocks": 4, "prelude_blocks": 1, "coda_blocks": 1, "loops": 3}
@@ -57,6 +59,12 @@ def test_cached_logits_are_those_of_whole_rows(attention, connection):
 )
 def test_in_a_loop(attention, connection):
     assert apart({"connection__kind": connection} | ATTENTION[attention] | LOOP) < 1e-5
+
+
+def test_in_pieces_of_the_cache(monkeypatch):
+    """Pieces that do not divide the 28 columns; padding fills whole ones."""
+    monkeypatch.setattr(attention_lib, "CACHE_COLUMNS", 5)
+    assert apart({"connection__kind": "nag"} | ATTENTION["gqa"]) < 1e-5
 
 
 def test_a_cache_that_is_not_returned_is_an_error():
