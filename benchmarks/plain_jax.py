@@ -1,7 +1,8 @@
 """The pre-norm model of this project written in plain JAX, as a peer for the benchmarks.
 
-No framework: parameters are a dict, the forward pass one function. Same sizes, same scan, same
-remat policy, same initialisation scale; attention and cross-entropy as most people write them.
+No framework: parameters are a dict, training and decoding one function each. Same sizes, scan,
+remat policy and initialisation scale; attention, cross-entropy and a cache as most people write
+them.
 """
 
 import jax
@@ -40,36 +41,44 @@ def rms_norm(x, scale):
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
 
 
-def rope(x, theta):
-    """Rotary positions for [B, T, N, h]."""
+def rope(x, theta, positions):
+    """Rotary positions [T] for [B, T, N, h]."""
     half = x.shape[-1] // 2
-    angles = jnp.arange(x.shape[1])[:, None] * theta ** (-jnp.arange(half) / half)
+    angles = positions[:, None] * theta ** (-jnp.arange(half) / half)
     sin, cos = jnp.sin(angles)[:, None], jnp.cos(angles)[:, None]
     a, b = x[..., :half], x[..., half:]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+def project(x, w, positions, attention):
+    """Queries [B, T, K, G, h], keys and values [B, T, K, h] of a block with weights `w`."""
+    batch, length = x.shape[:2]
+    kv_heads, width = attention.num_kv_heads, attention.head_dim
+    h = rms_norm(x, w["norm1"])
+    q = rope((h @ w["q"]).reshape(batch, length, -1, width), attention.rope_theta, positions)
+    k = rope((h @ w["k"]).reshape(batch, length, -1, width), attention.rope_theta, positions)
+    v = (h @ w["v"]).reshape(batch, length, -1, width)
+    return q.reshape(batch, length, kv_heads, -1, width) * width**-0.5, k, v
+
+
+def feedforward(x, w):
+    """SwiGLU with its norm and its skip connection."""
+    h = rms_norm(x, w["norm2"])
+    return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
+
+
 def loss(params, tokens, sizes):
     """Mean cross-entropy of rows [B, T+1]."""
-    attention = sizes.attention
-    kv_heads, width = attention.num_kv_heads, attention.head_dim
-    groups = attention.num_heads // kv_heads
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    batch, length = inputs.shape
-    causal = jnp.tril(jnp.ones((length, length), bool))
+    positions = jnp.arange(inputs.shape[1])
+    causal = positions[:, None] >= positions
 
     def block(x, w):
-        h = rms_norm(x, w["norm1"])
-        q = rope((h @ w["q"]).reshape(batch, length, -1, width), attention.rope_theta)
-        k = rope((h @ w["k"]).reshape(batch, length, -1, width), attention.rope_theta)
-        v = (h @ w["v"]).reshape(batch, length, -1, width)
-        q = q.reshape(batch, length, kv_heads, groups, width)
-        logits = jnp.einsum("btkgh,bskh->bkgts", q, k) * width**-0.5
+        q, k, v = project(x, w, positions, sizes.attention)
+        logits = jnp.einsum("btkgh,bskh->bkgts", q, k)
         p = jax.nn.softmax(jnp.where(causal, logits, -1e30), -1)
-        out = jnp.einsum("bkgts,bskh->btkgh", p, v).reshape(batch, length, -1)
-        x = x + out @ w["o"]
-        h = rms_norm(x, w["norm2"])
-        return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"], None
+        out = jnp.einsum("bkgts,bskh->btkgh", p, v)
+        return feedforward(x + out.reshape(*x.shape[:2], -1) @ w["o"], w), None
 
     policy = getattr(jax.checkpoint_policies, sizes.remat)
     x, _ = jax.lax.scan(
@@ -80,3 +89,43 @@ def loss(params, tokens, sizes):
     logits = rms_norm(x, params["final"]) @ params["table"].T
     chosen = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
     return jnp.mean(jax.nn.logsumexp(logits, -1) - chosen)
+
+
+def separate_blocks(params):
+    """The same parameters with a list of blocks, as decoding takes them.
+
+    Slices of stacked weights would be copied for every token.
+    """
+    count = len(params["blocks"]["q"])
+    blocks = [jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"]) for i in range(count)]
+    return params | {"blocks": blocks}
+
+
+def empty_cache(sizes, batch, length):
+    """Keys and values [B, K, S, h] of each block."""
+    attention = sizes.attention
+    shape = (batch, attention.num_kv_heads, length, attention.head_dim)
+    return [(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(sizes.num_blocks)]
+
+
+def decode_step(params, cache, position, tokens, sizes):
+    """Logits [B, V] after one more token a row at column `position`, and the new cache.
+
+    Args:
+        params: As from `separate_blocks`.
+        cache: As from `empty_cache`.
+        position: Column of the tokens, the same in every row.
+        tokens: Tokens [B].
+        sizes: A config's `model` node.
+    """
+    x, new_cache = params["table"][tokens][:, None], []
+    for w, (keys, values) in zip(params["blocks"], cache, strict=True):
+        q, k, v = project(x, w, position[None], sizes.attention)
+        keys = jax.lax.dynamic_update_slice_in_dim(keys, jnp.swapaxes(k, 1, 2), position, 2)
+        values = jax.lax.dynamic_update_slice_in_dim(values, jnp.swapaxes(v, 1, 2), position, 2)
+        new_cache.append((keys, values))
+        logits = jnp.einsum("bkgh,bksh->bkgs", q[:, 0], keys)
+        p = jax.nn.softmax(jnp.where(jnp.arange(keys.shape[2]) <= position, logits, -1e30), -1)
+        out = jnp.einsum("bkgs,bksh->bkgh", p, values)
+        x = feedforward(x + out.reshape(len(x), 1, -1) @ w["o"], w)
+    return rms_norm(x[:, 0], params["final"]) @ params["table"].T, new_cache

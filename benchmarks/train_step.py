@@ -9,7 +9,6 @@ machine at that moment; the ratios are the result.
 """
 
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ import plain_jax
 from absl import flags
 from ml_collections import ConfigDict
 from rich.console import Console
-from rich.table import Table
+from timing import gradient_of, mib, table_of, temporaries, timed_turns
 
 from nag_jax import cli
 from nag_jax import config as config_lib
@@ -94,18 +93,6 @@ def plain(config: ConfigDict, batch: dict[str, jax.Array]):
     return jax.jit(step, donate_argnums=0).lower(state, batch).compile(), state
 
 
-def timed_turns(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median seconds of each function, called in turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for turn in range(repeats + 1):
-        for name, function in functions.items():
-            began = time.perf_counter()
-            jax.block_until_ready(function())
-            if turn:  # the first warms up
-                seconds[name].append(time.perf_counter() - began)
-    return {name: float(np.median(values)) for name, values in seconds.items()}
-
-
 def stepper(compiled, state, batch) -> Callable[[], Any]:
     """A function that takes a step on each call and keeps the state."""
     holder = [state]
@@ -117,14 +104,9 @@ def stepper(compiled, state, batch) -> Callable[[], Any]:
     return call
 
 
-def gradient_of(function: Callable, *args: jax.Array) -> Callable[[], Any]:
+def call_of_gradient(function: Callable, *args: jax.Array) -> Callable[[], Any]:
     """A compiled call of a function and its pull-back of ones."""
-
-    def both(*args):
-        out, pull_back = jax.vjp(function, *args)
-        return out, pull_back(jax.tree.map(jnp.ones_like, out))
-
-    compiled = jax.jit(both)
+    compiled = jax.jit(gradient_of(function))
     return lambda: compiled(*args)
 
 
@@ -159,17 +141,17 @@ def pieces(config: ConfigDict, rows: int, vocab: int) -> dict[str, tuple[Callabl
 
     return {
         "feed-forward": (
-            gradient_of(feedforward, x, up, up, down),
+            call_of_gradient(feedforward, x, up, up, down),
             blocks,
             18.0 * tokens * d * hidden,
         ),
         "attention projections": (
-            gradient_of(lambda x, a, b: (x @ a)[:, : heads * width] @ b, x, qkv, out),
+            call_of_gradient(lambda x, a, b: (x @ a)[:, : heads * width] @ b, x, qkv, out),
             blocks,
             6.0 * tokens * d * (columns + heads * width),
         ),
         "attention": (
-            gradient_of(
+            call_of_gradient(
                 lambda q, k, v: chunked_attention(q, k, v, segments, attention.query_chunk),
                 q,
                 k,
@@ -179,12 +161,12 @@ def pieces(config: ConfigDict, rows: int, vocab: int) -> dict[str, tuple[Callabl
             7.0 * tokens * heads * width * (length + 1),
         ),
         "cross-entropy": (
-            gradient_of(cross_entropy, x.reshape(rows, length, d), table),
+            call_of_gradient(cross_entropy, x.reshape(rows, length, d), table),
             1,
             6.0 * tokens * d * vocab,
         ),
         "NAG update": (
-            gradient_of(nag_update, x, x + 1, jnp.full(tokens, 0.3)),
+            call_of_gradient(nag_update, x, x + 1, jnp.full(tokens, 0.3)),
             2 * blocks,
             0.0,
         ),
@@ -211,7 +193,7 @@ def main(config: ConfigDict, flag_values: flags.FlagValues) -> None:
         "segment_ids": jnp.ones(shape, jnp.int32),
         "valid": jnp.ones(shape, bool),
     }
-    steps, memory, flops, programs = {}, {}, {}, {}
+    steps, flops, programs = {}, {}, {}
     for name, kind, taps in (
         ("pre-norm", "prenorm", False),
         ("NAG", "nag", False),
@@ -219,21 +201,20 @@ def main(config: ConfigDict, flag_values: flags.FlagValues) -> None:
     ):
         compiled, state, flops[name] = ours(config, kind, taps, batch)
         steps[name] = stepper(compiled, state, batch)
-        memory[name], programs[name] = compiled.memory_analysis(), compiled
+        programs[name] = compiled
     compiled, state = plain(config, batch)
     steps["plain JAX pre-norm"] = stepper(compiled, state, batch)
-    memory["plain JAX pre-norm"] = compiled.memory_analysis()
+    programs["plain JAX pre-norm"] = compiled
     flops["plain JAX pre-norm"] = flops["pre-norm"]
 
     peak = measure_matmul_peak(config.model.compute_dtype)
     seconds = timed_turns(steps, flag_values.repeats)
     model = config.model
-    table = Table(
-        title=f"{model.num_blocks} blocks of width {model.d_model}, {rows} rows of {length}, "
-        f"vocabulary {flag_values.vocabulary}, {model.compute_dtype}, jax {jax.__version__}"
+    table = table_of(
+        f"{model.num_blocks} blocks of width {model.d_model}, {rows} rows of {length}, "
+        f"vocabulary {flag_values.vocabulary}, {model.compute_dtype}, jax {jax.__version__}",
+        *("", "ms a step", "tokens/s", "over plain JAX", "of matmul peak", "temporaries, MiB"),
     )
-    for column in ("", "ms a step", "tokens/s", "over plain JAX", "of matmul peak", "temporaries"):
-        table.add_column(column, justify="left" if not column else "right")
     for name, value in seconds.items():
         table.add_row(
             name,
@@ -241,16 +222,17 @@ def main(config: ConfigDict, flag_values: flags.FlagValues) -> None:
             f"{rows * length / value:,.0f}",
             f"{value / seconds['plain JAX pre-norm']:.2f}",
             f"{flops[name] * rows * length / value / peak:.0%}",
-            f"{memory[name].temp_size_in_bytes / 2**20:.0f} MiB",
+            mib(temporaries(programs[name])),
         )
     console.print(table)
     console.print(f"NAG over pre-norm: {seconds['NAG'] / seconds['pre-norm']:.3f}")
 
     parts = pieces(config, rows, flag_values.vocabulary)
     times = timed_turns({name: part[0] for name, part in parts.items()}, flag_values.repeats)
-    table = Table(title="pieces alone, forward and backward")
-    for column in ("", "ms each", "times", "ms a step", "of matmul peak"):
-        table.add_column(column, justify="left" if not column else "right")
+    table = table_of(
+        "pieces alone, forward and backward",
+        *("", "ms each", "times", "ms a step", "of matmul peak"),
+    )
     for name, (_, count, work) in parts.items():
         share = f"{work / times[name] / peak:.0%}" if work else ""
         each = times[name] * 1e3
