@@ -171,7 +171,7 @@ class Run:
     ) -> list[generation.Generation]:
         """Continues prompts of any lengths together, in their order; as `generate`.
 
-        `on_text` is called with the prompt's number too.
+        `on_text` is called with the prompt's number too; `batch_size` prompts run at once.
         """
         return generation.generate(
             self.model,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +16,11 @@ from nag_jax.errors import UserError
 from nag_jax.models.transformer import LanguageModel
 from nag_jax.sharding import rules
 
-# Prompts and caches have these lengths (and multiples of the last): a few programs serve all.
-_BUCKETS = (64, 128, 256, 512)
+# Prompts and caches have these lengths, or multiples of the last: a few programs serve all.
+_BUCKETS = (64, 128, 256)
+
+# What `choose_token` says of logits that have no most likely token.
+_NOT_A_TOKEN = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +56,7 @@ def choose_token(
         top_p: Only the most likely tokens that together reach this probability; at least one.
 
     Returns:
-        The token.
+        The token; -1 where the logits are not finite numbers.
     """
     scaled = logits / jnp.maximum(temperature, 1e-6)
     allowed = jax.lax.cond(
@@ -65,7 +68,8 @@ def choose_token(
     weights = jnp.where(allowed, jnp.exp(scaled - jnp.max(scaled)), 0)
     below = jnp.where(allowed, jnp.cumsum(weights), 0)
     drawn = jnp.argmax(below > jax.random.uniform(key) * jnp.max(below))
-    return jnp.where(temperature > 0, drawn, jnp.argmax(logits))
+    token = jnp.where(temperature > 0, drawn, jnp.argmax(logits))
+    return jnp.where(jnp.isfinite(jnp.max(logits)), token, _NOT_A_TOKEN)
 
 
 def most_likely(
@@ -151,8 +155,11 @@ def check_settings(
     """Refuses settings of `generate` that no model could use.
 
     Raises:
-        UserError: One of them is out of range.
+        UserError: One of them is out of range, or no number of its kind.
     """
+    for name, value in (("top_k", top_k), ("max_tokens", max_tokens), ("seed", seed)):
+        if not (isinstance(value, int | np.integer) or (name == "max_tokens" and value is None)):
+            raise UserError(f"{name} is {value!r}; it must be a whole number")
     for name, value, fits, words in (
         ("temperature", temperature, 0 <= temperature < float("inf"), "at least 0 and finite"),
         ("top_k", top_k, top_k >= 0, "at least 0 (0 for all tokens)"),
@@ -168,8 +175,10 @@ def encode_prompt(tokenizer: Any, prompt: str, context: int) -> list[int]:
     """The tokens of a prompt, the beginning-of-document token first.
 
     Raises:
-        UserError: The prompt is not Unicode, or leaves no room in the context.
+        UserError: The prompt is no text or not Unicode, or leaves no room in the context.
     """
+    if not isinstance(prompt, str):
+        raise UserError(f"the prompt is {prompt!r}; it must be text")
     utf8_length(prompt, "the prompt")
     ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
     if len(ids) > context:
@@ -195,11 +204,12 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     on_text: Callable[[int, str], None] | None = None,
+    batch_size: int = 32,
 ) -> list[Generation]:
     """Continues each prompt until a new document, the context's end or `max_tokens`.
 
-    The prompts run together, each token over the cached keys and values of those before. What a
-    prompt gives depends on its place among the prompts, but not on what the others are.
+    Prompts run together, each token over the cached keys and values of those before. What a prompt
+    gives depends on its place among the prompts, but not on what the others are.
 
     Args:
         model: The model.
@@ -215,30 +225,23 @@ def generate(
         top_p: Only the most likely tokens that together reach this probability.
         seed: Seed of the draws; the same seed gives the same texts.
         on_text: Called with a prompt's number and each piece of its text as soon as it is whole.
+        batch_size: Prompts that run together; no result depends on it.
 
     Returns:
         The continuations in the order of the prompts, and why each ended.
 
     Raises:
-        UserError: As `check_settings` and `encode_prompt`.
+        UserError: As `check_settings` and `encode_prompt`, or the model gives no numbers.
     """
     check_settings(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
-    if not prompts:
-        return []
+    if isinstance(prompts, str):
+        raise UserError("prompts must be a list of texts, not one text")
+    if batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}; it must be at least 1")
     ids = [encode_prompt(tokenizer, prompt, context) for prompt in prompts]
     rows = [_Row(tokenizer, len(tokens), context, max_tokens) for tokens in ids]
-    most = max(row.limit for row in rows)
-
-    columns = min(_bucket(max(map(len, ids))), context)
-    count = _padded_count(len(ids), mesh)
-    tokens = np.full((count, columns), tokenizer.bos_id, np.int32)
-    for row, sequence in zip(tokens, ids, strict=False):
-        row[columns - len(sequence) :] = sequence
-    lengths = [len(sequence) for sequence in ids] + [1] * (count - len(ids))
-    start = columns - np.array(lengths, np.int32)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(count))
     settings = (
         jnp.float32(min(temperature, float(jnp.finfo(jnp.float32).max))),
         jnp.int32(min(top_k, model.vocab_size)),
@@ -246,19 +249,62 @@ def generate(
     )
     programs, step = _programs(model), jnp.int32(step)
     with jax.set_mesh(mesh):
-        length = _bucket(columns + most - 1)
-        drawn, state = programs.first(params, tokens, start, length, step, keys, settings)
+        for first in range(0, len(ids), batch_size):
+            chosen = slice(first, first + batch_size)
+            batch = _Batch.of(ids[chosen], first, context, seed, tokenizer.bos_id, mesh)
+            most = max(row.limit for row in rows[chosen])
+            tokens = batch.run(programs, params, most, step, settings)
+            for count, new in enumerate(tokens, 1):
+                for index, row in enumerate(rows[chosen], first):
+                    piece = row.add(index, count, int(new[index - first]))
+                    if piece and on_text is not None:
+                        on_text(index, piece)
+                if all(row.stop for row in rows[chosen]):
+                    break
+    return [Generation("".join(row.pieces), tuple(row.tokens), row.stop) for row in rows]
+
+
+class _Batch(NamedTuple):
+    """Prompts that run together.
+
+    Attributes:
+        tokens: The prompts, each with its padding on the left, int32 [B, P].
+        start: Column of each prompt's first token, [B].
+        keys: Random key of each row.
+    """
+
+    tokens: np.ndarray
+    start: np.ndarray
+    keys: jax.Array
+
+    @classmethod
+    def of(
+        cls, ids: list[list[int]], first: int, context: int, seed: int, filler: int, mesh: Mesh
+    ) -> "_Batch":
+        """Pads prompts, the first of which is number `first`, to a bucket of rows and columns."""
+        columns = min(_bucket(max(map(len, ids))), context)
+        count = _padded_count(len(ids), mesh)
+        tokens = np.full((count, columns), filler, np.int32)
+        for row, sequence in zip(tokens, ids, strict=False):
+            row[columns - len(sequence) :] = sequence
+        lengths = [len(sequence) for sequence in ids] + [1] * (count - len(ids))
+        fold = jax.vmap(jax.random.fold_in, (None, 0))
+        keys = fold(jax.random.key(seed), first + jnp.arange(count))
+        return cls(tokens, columns - np.array(lengths, np.int32), keys)
+
+    def run(
+        self, programs: _Programs, params: Any, most: int, step: jax.Array, settings: Any
+    ) -> Iterator[np.ndarray]:
+        """The next token of every row, up to `most` times."""
+        length = _bucket(self.tokens.shape[1] + most - 1)
+        drawn, state = programs.first(
+            params, self.tokens, self.start, length, step, self.keys, settings
+        )
         for number in range(1, most + 1):
             current = drawn
             if number < most:  # is under way while this one is decoded
-                drawn, state = programs.advance(params, state, current, step, keys, settings)
-            for index, (row, token) in enumerate(zip(rows, np.asarray(current), strict=False)):
-                piece = row.add(int(token))
-                if piece and on_text is not None:
-                    on_text(index, piece)
-            if all(row.stop for row in rows):
-                break
-    return [Generation("".join(row.pieces), tuple(row.tokens), row.stop) for row in rows]
+                drawn, state = programs.advance(params, state, current, step, self.keys, settings)
+            yield np.asarray(current)
 
 
 class _Row:
@@ -273,10 +319,19 @@ class _Row:
         self.pieces: list[str] = []
         self.stop = ""
 
-    def add(self, token: int) -> str:
-        """Takes the next token, unless the row has stopped; returns the text it completes."""
+    def add(self, index: int, count: int, token: int) -> str:
+        """Takes the next token, unless the row has stopped; returns the text it completes.
+
+        Raises:
+            UserError: It is no token; names the prompt `index` and the place `count`.
+        """
         if self.stop:
             return ""
+        if token == _NOT_A_TOKEN:
+            raise UserError(
+                f"the model's logits for token {count} after prompt {index} are not finite "
+                "numbers: its parameters cannot be used"
+            )
         piece = ""
         if token == self.bos_id:
             self.stop = "document"

@@ -1,5 +1,7 @@
 """Sampling: allowed tokens and their frequencies, greedy decoding, stops, streaming, padding."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,6 +137,7 @@ def test_prompts_of_a_batch(loaded):
     assert [text.tokens for text in greedy_texts] == [greedy(loaded, p, CONTEXT) for p in PROMPTS]
     assert len(greedy_texts[3].tokens) <= 1
     assert loaded.generate_batch([]) == []
+    assert loaded.generate_batch(PROMPTS, seed=5, batch_size=2) == together
 
 
 def test_pieces_of_a_batch(loaded):
@@ -263,6 +266,31 @@ def test_prompts_that_cannot_be_continued(loaded):
         loaded.generate("c" * CONTEXT)
     with pytest.raises(UserError, match="the prompt: .*surrogate"):
         loaded.generate("\udcff")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "words"),
+    [
+        ("ab", {}, "prompts must be a list of texts, not one text"),
+        (["a", None], {}, "the prompt is None; it must be text"),
+        (["a"], {"max_tokens": 2.5}, "max_tokens is 2.5; it must be a whole number"),
+        (["a"], {"top_k": 2.5}, "top_k is 2.5; it must be a whole number"),
+        (["a"], {"seed": "1"}, "seed is '1'; it must be a whole number"),
+        (["a"], {"batch_size": 0}, "batch_size is 0; it must be at least 1"),
+    ],
+)
+def test_what_is_no_prompt_or_setting(loaded, prompts, options, words):
+    with pytest.raises(UserError, match=words):
+        loaded.generate_batch(prompts, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_parameters_that_are_no_numbers(loaded, temperature):
+    """Not the first token of the vocabulary, again and again."""
+    params = jax.tree.map(lambda leaf: leaf * np.nan, loaded.params)
+    broken = dataclasses.replace(loaded, params=params)
+    with pytest.raises(UserError, match="logits for token 1 after prompt 0 are not finite"):
+        broken.generate("b", temperature=temperature)
 
 
 def test_numbers_beyond_32_bits_mean_no_limit(loaded):
