@@ -27,6 +27,7 @@ ARGUMENTS = {
     "residual_free_small": [
         "",
         "smoke",
+        "depth=48",
         "initialisation=gaussian",
         "initialisation=xavier",
         "initialisation=kaiming",
