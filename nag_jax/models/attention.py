@@ -119,8 +119,15 @@ class SoftmaxAttention(nnx.Module):
         shape = (batch, options.num_kv_heads, length, options.head_dim)
         return {name: jax.ShapeDtypeStruct(shape, dtype) for name in ("key", "value")}
 
-    def __init__(self, options: ConfigDict, output: Float[Array, "H h d"], numerics: Numerics):
-        """Keeps the options and makes the output projection, which starts as `output`."""
+    def __init__(
+        self,
+        options: ConfigDict,
+        d_model: int,
+        initialisation: Any,
+        numerics: Numerics,
+        rngs: nnx.Rngs,
+    ):
+        """Keeps the options and makes the four projections."""
         self.num_heads, self.num_kv_heads = options.num_heads, options.num_kv_heads
         self.head_dim = options.head_dim
         self.rope_theta, self.rope_fraction = options.rope_theta, options.rope_fraction
@@ -128,12 +135,27 @@ class SoftmaxAttention(nnx.Module):
         self.temperature_sign = options.temperature_sign
         self.query_chunk, self.implementation = options.query_chunk, options.implementation
         self.numerics = numerics
+        weights = initialisation.attention(
+            rngs, d_model, self.num_heads, self.num_kv_heads, self.head_dim
+        )
+        self.query = head_projection(weights.query, "heads")
+        self.key = head_projection(weights.key, "kv_heads")
+        self.value = head_projection(weights.value, "kv_heads")
         self.output = declare(
-            output,
+            weights.output,
             ("heads", "head_dim", "embed"),
             "matrix",
             rows=("heads", "head_dim"),
             columns=("embed",),
+        )
+
+    def projections(
+        self, x: Float[Array, "B T d"]
+    ) -> tuple[Float[Array, "B T H h"], Float[Array, "B T K h"], Float[Array, "B T K h"]]:
+        """x times the weights of query, key and value."""
+        return tuple(
+            contract(f"attention/{site}", x, getattr(self, site)[...], self.numerics)
+            for site in ("query", "key", "value")
         )
 
     def attend(
@@ -249,13 +271,7 @@ class GroupedQueryAttention(SoftmaxAttention):
         numerics: Numerics,
         rngs: nnx.Rngs,
     ):
-        weights = initialisation.attention(
-            rngs, d_model, options.num_heads, options.num_kv_heads, options.head_dim
-        )
-        super().__init__(options, weights.output, numerics)
-        self.query = head_projection(weights.query, "heads")
-        self.key = head_projection(weights.key, "kv_heads")
-        self.value = head_projection(weights.value, "kv_heads")
+        super().__init__(options, d_model, initialisation, numerics, rngs)
         self.qk_norm = options.qk_norm
         if self.qk_norm:
             self.query_norm = RMSNorm(self.head_dim, "head_dim", 1e-6)
@@ -265,11 +281,7 @@ class GroupedQueryAttention(SoftmaxAttention):
         self, x: Float[Array, "B T d"], keep: Bool[Array, "B T"] | None, context: Context
     ) -> BranchOut:
         """Attends to earlier tokens of the same document."""
-
-        def project(site: str, w: nnx.Param) -> Array:
-            return contract(f"attention/{site}", x, w[...], self.numerics)
-
-        q, k = project("query", self.query), project("key", self.key)
+        q, k, v = self.projections(x)
         if self.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
-        return self.attend(q, k, project("value", self.value), context, context.cache)
+        return self.attend(q, k, v, context, context.cache)

@@ -14,11 +14,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 from ml_collections import ConfigDict
 
-from nag_jax.models.attention import SoftmaxAttention, head_projection
+from nag_jax.models.attention import SoftmaxAttention
 from nag_jax.models.cache import LayerCache
 from nag_jax.models.causal_convolutions import HeadConvolutions, earlier
 from nag_jax.models.context import BranchOut, Context
-from nag_jax.models.linear import Numerics, contract
+from nag_jax.models.linear import Numerics
 from nag_jax.models.norms import root_mean_square
 from nag_jax.parameters import declare
 
@@ -80,13 +80,7 @@ class CompressedConvolutionalAttention(SoftmaxAttention):
         numerics: Numerics,
         rngs: nnx.Rngs,
     ):
-        weights = initialisation.attention(
-            rngs, d_model, options.num_heads, options.num_kv_heads, options.head_dim
-        )
-        super().__init__(options, weights.output, numerics)
-        self.query = head_projection(weights.query, "heads")
-        self.key = head_projection(weights.key, "kv_heads")
-        self.value = head_projection(weights.value, "kv_heads")
+        super().__init__(options, d_model, initialisation, numerics, rngs)
         self.convolutions = HeadConvolutions(
             options.num_heads + options.num_kv_heads,
             options.head_dim,
@@ -102,13 +96,9 @@ class CompressedConvolutionalAttention(SoftmaxAttention):
         self, x: Float[Array, "B T d"], keep: Bool[Array, "B T"] | None, context: Context
     ) -> BranchOut:
         """Attends to earlier tokens of the same document."""
-
-        def project(site: str, w: nnx.Param) -> Array:
-            return contract(f"attention/{site}", x, w[...], self.numerics)
-
-        q, k = project("query", self.query), project("key", self.key)
+        q, k, v = self.projections(x)
         convolved, cache = self._convolved(jnp.concatenate([q, k], axis=2), context, context.cache)
-        v, cache = self._two_streams(project("value", self.value), context, cache)
+        v, cache = self._two_streams(v, context, cache)
 
         by_group = q.reshape(*k.shape[:3], -1, self.head_dim)
         mean_q = (by_group + k[:, :, :, None]) / 2
