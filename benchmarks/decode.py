@@ -46,7 +46,7 @@ _TOP_K = flags.DEFINE_integer("top_k", 0, "sampling among the k most likely toke
 _SECONDS = flags.DEFINE_float("seconds", 2.0, "time for the tokens without a cache, per row")
 _QUICK = flags.DEFINE_bool("quick", False, "lengths 16 and 32, batches 1 and 2, two turns of 4")
 
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, width=150)
 
 CACHED, PYTHON, SCAN = "cache", "plain JAX, Python loop", "plain JAX, scan"
 
