@@ -34,6 +34,7 @@ from nag_jax.sharding.mesh import make_mesh
 
 PARTS = ("attention", "feedforward", "connection")
 
+TINY = 1e-30  # outputs that are all zero are not divided by zero
 LENGTH = 64  # tokens of a row, where the config's rows are not shorter
 VOCABULARY = 48
 PROMPTS = (1, 2, 3, 17)
@@ -344,7 +345,7 @@ def _require_no_leak(values: np.ndarray, leak: Leak, model: LanguageModel) -> fl
     """
     values = np.asarray(values, np.float64).reshape(*values.shape[:2], -1)
     change = np.abs(values[leak.row] - values[0]).max(axis=-1)[leak.unmoved]
-    change = change / np.abs(values).max()
+    change = change / max(np.abs(values).max(), TINY)
     allowed = _allowed(model, SAME_PROGRAM)
     if not change.max() <= allowed:
         position = np.flatnonzero(~(change <= allowed))[0]
@@ -523,7 +524,7 @@ def cached_decoding(case: Case) -> str:
     start = length - np.array(prompts, np.int32)
     prefill, advance = jax.jit(model.prefill, static_argnums=3), jax.jit(model.decode_step)
     logits, state = prefill(params, padded, start, 2 * length, model.warmup_steps)
-    allowed, scale = _allowed(model, OTHER_PROGRAM), np.abs(whole).max()
+    allowed, scale = _allowed(model, OTHER_PROGRAM), max(np.abs(whole).max(), TINY)
     largest = 0.0
     for added in range(length - max(prompts) + 1):
         places = np.array(prompts) + added - 1
@@ -754,7 +755,7 @@ def _allowed(model: LanguageModel, tolerances: dict[str, float]) -> float:
 def _largest_difference(value: Any, expected: Any, least: float = 0.0) -> float:
     """Over the largest expected entry, or `least` if that is larger."""
     value, expected = (np.asarray(x, np.float64) for x in (value, expected))
-    return float(np.abs(value - expected).max() / max(np.abs(expected).max(), least, 1e-30))
+    return float(np.abs(value - expected).max() / max(np.abs(expected).max(), least, TINY))
 
 
 def _some(paths: list[str]) -> str:

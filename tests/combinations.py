@@ -50,7 +50,7 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
     "connection": {
         "nag": {"model.connection.encode_gain_init": 5.0},
         "prenorm": {},
-        "residual_free": {"optimizer.learning_rate": 0.005, "train.steps": 160},
+        "residual_free": {"optimizer.learning_rate": 0.005, "train.steps": 240},
     },
     "attention": {
         "mha": {"model.attention.num_kv_heads": 4},

@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import numpy as np
 import pytest
 import run_helpers
@@ -207,3 +208,9 @@ def test_rows_of_the_probe():
     assert rows.tokens.min() >= 0 and rows.tokens.max() < VOCAB
     groups = np.split(original, [rows.boundary, rows.cut])
     assert [set(part // rows.group) for part in groups] == [{0}, {1}, {2}]
+
+
+def test_outputs_that_are_all_zero_leak_nothing():
+    model = small_model(**PLAIN)
+    params = jax.tree.map(np.zeros_like, random_params(model))
+    assert contracts.probe(model, params, single_device_mesh(), LENGTH)

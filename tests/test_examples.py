@@ -28,6 +28,7 @@ KINDS = [
 def parts(monkeypatch):
     """The example's module, importable as for a user who has its folder on the path."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
+    sys.modules.pop("own_parts", None)
     yield __import__("own_parts.parts").parts
     for name in ("own_parts", "own_parts.parts"):
         sys.modules.pop(name, None)

@@ -393,7 +393,7 @@ def test_one_file_is_validated_on_its_tail(data_config, tmp_path):
 
 
 def test_own_source_and_tokenizer(data_config, tmp_path, monkeypatch):
-    (tmp_path / "own_parts.py").write_text(
+    (tmp_path / "own_data_parts.py").write_text(
         textwrap.dedent(
             """
             from nag_jax.data.sources import Document
@@ -442,9 +442,9 @@ def test_own_source_and_tokenizer(data_config, tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     leaves = {
-        "source.kind": "own_parts:Numbers",
+        "source.kind": "own_data_parts:Numbers",
         "source.count": 40,
-        "tokenizer.kind": "own_parts:Digits",
+        "tokenizer.kind": "own_data_parts:Digits",
         "row_length": 16,
     }
     prepared = store.prepare(data_config(**leaves))
