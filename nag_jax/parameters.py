@@ -23,6 +23,7 @@ AXES = (
     "vocabulary",
     "directions",
     "lags",
+    "expert",
 )
 STACK_AXIS = "layers"
 
