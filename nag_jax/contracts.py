@@ -101,7 +101,12 @@ class Case:
 
     @functools.cached_property
     def _jitted_logits(self) -> Callable:
-        return jax.jit(self.model.logits)
+        model = self.model
+
+        def logits(params, tokens, segment_ids, step):
+            return model.logits(params, tokens, segment_ids, step, model.initial_balance())
+
+        return jax.jit(logits)
 
     def logits(self, tokens: np.ndarray, segment_ids: np.ndarray | None) -> np.ndarray:
         """Logits [B, T, V] of at most four rows; all calls run two programs, packed and not.
@@ -422,8 +427,9 @@ def _final_states(
 ) -> Float[Array, "B T features"]:
     """What logits are made of: hidden states and log-scales, at least float32."""
     context = _context(model, segment_ids)
-    hidden, log_scale, _, _ = model.module(params)(jnp.asarray(tokens), context)
-    return jnp.concatenate([hidden.astype(log_scale.dtype), log_scale[..., None]], axis=-1)
+    out = model.module(params)(jnp.asarray(tokens), context, model.initial_balance())
+    hidden = out.hidden.astype(out.log_scale.dtype)
+    return jnp.concatenate([hidden, out.log_scale[..., None]], axis=-1)
 
 
 # --- which part it is ---
@@ -453,10 +459,19 @@ def _part_alone(
     of the same token's.
     """
     module, numerics = model.module(params), Numerics(model.options.compute_dtype)
-    definition, stacked = nnx.split(getattr(module, module.stage_names[0]).blocks)
+    stage_name = module.stage_names[0]
+    stage = getattr(module, stage_name)
+    block_name = stage.sizes.block_names[0]
+    definition, stacked = nnx.split(getattr(stage, block_name))
     block = nnx.merge(definition, jax.tree.map(lambda leaf: leaf[0], stacked))
     x, dtype = x.astype(numerics.dtype), numerics.statistics_dtype
     if part != "connection":
+        balance = model.initial_balance().get(stage_name, {}).get(block_name, {}).get(part, {})
+        context = dataclasses.replace(
+            context,
+            balance=jax.tree.map(lambda leaf: leaf[0], balance),
+            memo=module.initial_memo(x.shape[:2]).get(part, {}),
+        )
         return getattr(block, part).branch(x, None, context).y.astype(dtype)
     connection = block.attention.connection
     stream = module.ends.start(x)
@@ -523,7 +538,8 @@ def cached_decoding(case: Case) -> str:
         padded[row, length - n :] = tokens[row, :n]
     start = length - np.array(prompts, np.int32)
     prefill, advance = jax.jit(model.prefill, static_argnums=3), jax.jit(model.decode_step)
-    logits, state = prefill(params, padded, start, 2 * length, model.warmup_steps)
+    told = model.warmup_steps, model.initial_balance()
+    logits, state = prefill(params, padded, start, 2 * length, *told)
     allowed, scale = _allowed(model, OTHER_PROGRAM), max(np.abs(whole).max(), TINY)
     largest = 0.0
     for added in range(length - max(prompts) + 1):
@@ -540,7 +556,7 @@ def cached_decoding(case: Case) -> str:
         largest = max(largest, float(apart.max()))
         if added < length - max(prompts):
             following = tokens[np.arange(len(prompts)), places + 1]
-            logits, state = advance(params, following, state, model.warmup_steps)
+            logits, state = advance(params, following, state, *told)
     lengths = ", ".join(map(str, prompts))
     return (
         f"prompts of {lengths} tokens, padded to {length}, and {added} tokens after each: the "
@@ -726,8 +742,9 @@ def _packed_batch(length: int) -> dict[str, np.ndarray]:
 
 def _nats_and_gradients(model: LanguageModel) -> Callable[[Any, Any], tuple[Array, Any]]:
     def loss(params, batch):
-        nats = model.evaluate_batch(params, batch, model.warmup_steps, taps=False)["nats"]
-        return jnp.sum(nats), nats
+        balance = model.initial_balance()
+        out = model.evaluate_batch(params, batch, model.warmup_steps, False, balance)
+        return jnp.sum(out["nats"]) + out["auxiliary_loss"], out["nats"]
 
     def both(params, batch):
         gradients, nats = jax.grad(loss, has_aux=True)(params, batch)

@@ -24,7 +24,7 @@ from nag_jax.models.transformer import LanguageModel, build_model
 from nag_jax.sharding.mesh import single_device_mesh
 from nag_jax.training import start
 from nag_jax.training.checkpoints import CheckpointReader, find_checkpoint
-from nag_jax.training.state import abstract_params
+from nag_jax.training.state import abstract_balance, abstract_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Run:
         config: The complete config it was trained with.
         model: The model, as pure functions of parameters.
         params: Parameters on the mesh.
+        balance: State that is neither parameter nor optimizer, where the model has any.
         tokenizer: The run's tokenizer.
         step: Optimizer steps of the run at this checkpoint.
         age: Optimizer steps behind the parameters, those of runs it started from included.
@@ -46,6 +47,7 @@ class Run:
     config: ConfigDict
     model: LanguageModel
     params: dict[str, Any]
+    balance: dict[str, Any]
     tokenizer: Any
     step: int
     age: int
@@ -68,7 +70,7 @@ class Run:
         if segment_ids is not None:
             segment_ids = jnp.asarray(segment_ids, jnp.int32)
         with jax.set_mesh(self.mesh):
-            out = _logits(self.model)(self.params, batched, segment_ids, self.age)
+            out = _logits(self.model)(self.params, batched, segment_ids, self.age, self.balance)
         return out[0] if tokens.ndim == 1 else out
 
     def evaluate(self, documents: Iterable[tuple[str, str]], batch_size: int = 16) -> Evaluation:
@@ -106,7 +108,8 @@ class Run:
         return self._score(prepared.validation, batch_size)
 
     def _score(self, rows: Any, batch_size: int) -> Evaluation:
-        return _evaluator(self.model, self.mesh, batch_size)(self.params, rows, self.age)
+        evaluate = _evaluator(self.model, self.mesh, batch_size)
+        return evaluate(self.params, self.balance, rows, self.age)
 
     def bits_per_byte(self, texts: Iterable[str]) -> float:
         """Bits per byte of some texts, taken together."""
@@ -133,6 +136,7 @@ class Run:
         return score_pairs(
             self.model,
             self.params,
+            self.balance,
             self.tokenizer,
             pairs,
             step=self.age,
@@ -176,6 +180,7 @@ class Run:
         return generation.generate(
             self.model,
             self.params,
+            self.balance,
             self.tokenizer,
             prompts,
             step=self.age,
@@ -239,7 +244,7 @@ def load_run(
         raise UserError(f"step {step} is asked for, but {path} is step {step_in_path}")
     step = step_in_path if step is None else step
     if step is None:
-        step = reader.newest(("params",))
+        step = reader.newest(("params", "balance"))
     documents = reader.read_documents(step)
     config = config_lib.from_json(
         documents[start.CONFIG_FILE].decode(), allow_user_kinds=allow_user_kinds
@@ -249,12 +254,17 @@ def load_run(
         tokenizer = tokenizers.load(scratch, allow_user_kinds=allow_user_kinds)
     model = build_model(_for_any_device(config), tokenizer.vocab_size, loops)
     mesh = single_device_mesh() if mesh is None else mesh
-    _, arrays = reader.restore(step, {"params": abstract_params(model, mesh, dtype)})
+    abstract = {
+        "params": abstract_params(model, mesh, dtype),
+        "balance": abstract_balance(model, mesh),
+    }
+    _, arrays = reader.restore(step, abstract)
     fingerprint, corpus_fingerprint = start.read_fingerprints(documents)
     return Run(
         config=config,
         model=model,
         params=arrays["params"],
+        balance=arrays["balance"],
         tokenizer=tokenizer,
         step=step,
         age=start.read_age(documents),

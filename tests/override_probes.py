@@ -224,7 +224,7 @@ def run(config, folder: pathlib.Path, trace: bool = False) -> Any:
     def make_evaluator(model, mesh, batch_size):
         watched.note("evaluator", batch_size)
 
-        def evaluate(params, rows, step):
+        def evaluate(params, balance, rows, step):
             watched.note("evaluate", step)
             nats = np.array([abs(step - 2.5)])  # best in the middle
             return Evaluation(("a",), nats, np.array([1]), 1, 1.0, 0.0, {})

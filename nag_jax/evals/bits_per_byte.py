@@ -74,7 +74,7 @@ class Evaluation:
 
 def make_evaluator(
     model: LanguageModel, mesh: Mesh, batch_size: int
-) -> Callable[[Any, Any, int], Evaluation]:
+) -> Callable[[Any, Any, Any, int], Evaluation]:
     """Builds a function that scores rows; it compiles once per row length.
 
     Args:
@@ -84,18 +84,18 @@ def make_evaluator(
             more rows. No result depends on it.
 
     Returns:
-        (params, rows, step) -> Evaluation, where rows come from `nag_jax.data.store` and step is
-        the number of optimizer steps behind the parameters.
+        (params, balance, rows, step) -> Evaluation, where rows come from `nag_jax.data.store` and
+        step is the number of optimizer steps behind the parameters.
     """
     sharding = rules.batch_sharding(mesh)
 
-    def score(params, batch, step):
-        out = model.evaluate_batch(params, batch, step, taps=True)
+    def score(params, balance, batch, step):
+        out = model.evaluate_batch(params, batch, step, True, balance)
         return out["nats"], jnp.sum(out["correct"]), out["taps"]
 
     score = jax.jit(score, out_shardings=NamedSharding(mesh, P()))
 
-    def evaluate(params: Any, rows: Any, step: int) -> Evaluation:
+    def evaluate(params: Any, balance: Any, rows: Any, step: int) -> Evaluation:
         nats = np.zeros(len(rows.document_names), np.float64)
         tokens, total, correct, taps = 0, 0.0, 0.0, None
         size = -(-min(batch_size, len(rows)) // mesh.size) * mesh.size
@@ -108,7 +108,7 @@ def make_evaluator(
                 for name, x in batch.items()
             }
             with jax.set_mesh(mesh):
-                scored = score(params, placed, jnp.asarray(step, jnp.int32))
+                scored = score(params, balance, placed, jnp.asarray(step, jnp.int32))
             batch_nats, batch_correct, batch_taps = jax.device_get(scored)
             valid = np.asarray(batch["valid"])[:, 1:]
             text = valid & (np.asarray(batch["tokens"])[:, 1:] != rows.bos_id)

@@ -131,11 +131,15 @@ def _programs(model: LanguageModel) -> _Programs:
         keys = jax.vmap(jax.random.fold_in)(keys, lengths)
         return jax.vmap(choose_token, (0, 0, None, None, None))(logits, keys, *settings), state
 
-    def first(params, tokens, start, length, step, keys, settings):
-        return choose(*model.prefill(params, tokens, start, length, step), keys, settings)
+    def first(variables, tokens, start, length, step, keys, settings):
+        params, balance = variables
+        out = model.prefill(params, tokens, start, length, step, balance)
+        return choose(*out, keys, settings)
 
-    def advance(params, state, tokens, step, keys, settings):
-        return choose(*model.decode_step(params, tokens, state, step), keys, settings)
+    def advance(variables, state, tokens, step, keys, settings):
+        params, balance = variables
+        out = model.decode_step(params, tokens, state, step, balance)
+        return choose(*out, keys, settings)
 
     return _Programs(
         jax.jit(first, static_argnames="length"), jax.jit(advance, donate_argnames="state")
@@ -192,6 +196,7 @@ def encode_prompt(tokenizer: Any, prompt: str, context: int) -> list[int]:
 def generate(
     model: LanguageModel,
     params: dict[str, Any],
+    balance: dict[str, Any],
     tokenizer: Any,
     prompts: Sequence[str],
     *,
@@ -214,6 +219,7 @@ def generate(
     Args:
         model: The model.
         params: Its parameters on `mesh`.
+        balance: Its balance; empty where it has none.
         tokenizer: The run's tokenizer.
         prompts: Texts to continue; may be empty ones.
         step: Optimizer steps behind the parameters.
@@ -253,7 +259,7 @@ def generate(
             chosen = slice(first, first + batch_size)
             batch = _Batch.of(ids[chosen], first, context, seed, tokenizer.bos_id, mesh)
             most = max(row.limit for row in rows[chosen])
-            tokens = batch.run(programs, params, most, step, settings)
+            tokens = batch.run(programs, (params, balance), most, step, settings)
             for count, new in enumerate(tokens, 1):
                 for index, row in enumerate(rows[chosen], first):
                     piece = row.add(index, count, int(new[index - first]))
@@ -293,17 +299,19 @@ class _Batch(NamedTuple):
         return cls(tokens, columns - np.array(lengths, np.int32), keys)
 
     def run(
-        self, programs: _Programs, params: Any, most: int, step: jax.Array, settings: Any
+        self, programs: _Programs, variables: Any, most: int, step: jax.Array, settings: Any
     ) -> Iterator[np.ndarray]:
         """The next token of every row, up to `most` times."""
         length = _bucket(self.tokens.shape[1] + most - 1)
         drawn, state = programs.first(
-            params, self.tokens, self.start, length, step, self.keys, settings
+            variables, self.tokens, self.start, length, step, self.keys, settings
         )
         for number in range(1, most + 1):
             current = drawn
             if number < most:  # is under way while this one is decoded
-                drawn, state = programs.advance(params, state, current, step, self.keys, settings)
+                drawn, state = programs.advance(
+                    variables, state, current, step, self.keys, settings
+                )
             yield np.asarray(current)
 
 

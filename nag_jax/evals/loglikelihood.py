@@ -130,8 +130,8 @@ def encode_pairs(
 
 @functools.lru_cache(maxsize=8)
 def _scorer(model: LanguageModel, mesh: Mesh) -> Callable:
-    def score(params, batch, step):
-        out = model.evaluate_batch(params, batch, step, taps=False)
+    def score(params, balance, batch, step):
+        out = model.evaluate_batch(params, batch, step, False, balance)
         return out["nats"], out["correct"]
 
     return jax.jit(score, out_shardings=NamedSharding(mesh, P()))
@@ -154,6 +154,7 @@ def _stack(requests: Sequence[Request], rows: int, length: int) -> dict[str, np.
 def score_pairs(
     model: LanguageModel,
     params: dict[str, Any],
+    balance: dict[str, Any],
     tokenizer: Any,
     pairs: Iterable[tuple[str, str]],
     *,
@@ -171,6 +172,7 @@ def score_pairs(
     Args:
         model: The model.
         params: Its parameters on `mesh`.
+        balance: Its balance; empty where it has none.
         tokenizer: The run's tokenizer.
         pairs: (context, continuation) pairs; an empty context leaves BOS alone.
         step: Optimizer steps behind the parameters.
@@ -201,7 +203,7 @@ def score_pairs(
             length = min(max(_power_of_two(longest), _SHORTEST_ROW), context)
             batch = _stack([requests[i] for i in chosen], rows, length)
             placed = jax.device_put(batch, rules.batch_sharding(mesh))
-            out = _scorer(model, mesh)(params, placed, jnp.asarray(step, jnp.int32))
+            out = _scorer(model, mesh)(params, balance, placed, jnp.asarray(step, jnp.int32))
             nats, correct = jax.device_get(out)
             for row, i in enumerate(chosen):
                 request = requests[i]

@@ -48,6 +48,9 @@ class Context:
         first_sublayer: `sublayer` in the first iteration; the same where there is no loop.
         decoding: Where decoding stands; None in training and evaluation.
         cache: What the sub-layer keeps between tokens, in decoding only.
+        balance: The sub-layer's state that is neither parameter nor optimizer, such as a router's
+            bias; read here and updated between steps.
+        memo: What the sub-layer of the same name in the block before left, zeros in the first.
     """
 
     segment_ids: Int[Array, "B T"]
@@ -61,6 +64,8 @@ class Context:
     first_sublayer: Int[Array, ""] | int = 1
     decoding: Decoding | None = None
     cache: LayerCache | None = None
+    balance: dict[str, Array] = dataclasses.field(default_factory=dict)
+    memo: dict[str, Array] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +77,17 @@ class BranchOut:
         weight: A router's weight of each token, [B, T], which the connection alone places; None
             where there is no router.
         cache: The sub-layer's cache after these tokens, in decoding.
+        memo: For the sub-layer of the same name in the next block; None passes on what came.
+        auxiliary_loss: A term of the training loss, in nats, summed over valid tokens.
+        statistics: Sums over valid tokens that the update of `Context.balance` wants.
     """
 
     y: Float[Array, "B T d"]
     weight: Float[Array, "B T"] | None = None
     cache: LayerCache | None = None
+    memo: dict[str, Array] | None = None
+    auxiliary_loss: Float[Array, ""] | None = None
+    statistics: dict[str, Array] = dataclasses.field(default_factory=dict)
 
 
 def positions_in_document(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:

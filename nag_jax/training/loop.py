@@ -309,7 +309,10 @@ class _Stretch:
             )
             if evaluates and self.prepared.validation.document_names:
                 self.evaluation = self.evaluate(
-                    state.params, self.prepared.validation, step + self.earlier_age
+                    state.params,
+                    state.balance,
+                    self.prepared.validation,
+                    step + self.earlier_age,
                 )
                 metric = self.evaluation.bits_per_byte
                 self.writer.write(step, self.evaluation.metrics())
@@ -341,11 +344,16 @@ class _Stretch:
             step, tokens=int(metrics["tokens"]), loss=float(metrics["loss"])
         )
         if step % config.train.log_every == 0 or step == config.train.steps:
-            scalars = {f"train/{name}": float(x) for name, x in metrics.items() if name != "taps"}
+            scalars = {
+                f"train/{name}": float(x) for name, x in metrics.items() if not isinstance(x, dict)
+            }
             rows = self.rows - (self.step - step) * config.train.batch_size
             scalars["epoch"] = rows / len(self.prepared.train)
             for name, values in metrics["taps"].items():
                 scalars[f"train/taps/{name}_mean"] = float(np.mean(values))
+            for name, values in metrics.get("balance", {}).items():
+                scalars[f"train/{name}_mean"] = float(np.mean(values))
+                scalars[f"train/{name}_max"] = float(np.max(values))
             if "gate" in metrics["taps"]:
                 scalars["train/taps/gate_min"] = float(np.min(metrics["taps"]["gate"]))
             self.writer.write(step, scalars | rates)

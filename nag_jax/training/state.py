@@ -24,7 +24,7 @@ class TrainState:
         params: Parameters, nested dicts of float32 arrays.
         opt_state: State of the optimizer's chain.
         balance: State that is neither: read by the forward pass and updated once per optimizer step
-            from summed taps. Empty for models without such parts.
+            from summed statistics. Empty for models without such parts.
         step: Optimizer steps done, int32.
         age: Optimizer steps behind the parameters, those of runs that this one started from
             included, int32; the warm-up of gains goes by it.
@@ -49,7 +49,8 @@ def initial_state(
     """Fresh parameters and optimizer state; a pure function of the seed."""
     params = model.init(purpose_key(seed, 0, "init"))
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(params, optimizer.init(params), {}, step=zero, age=zero)
+    balance = model.initial_balance()
+    return TrainState(params, optimizer.init(params), balance, step=zero, age=zero)
 
 
 def abstract_params(model: LanguageModel, mesh: Mesh, dtype: Any = None) -> dict[str, Any]:
@@ -67,6 +68,15 @@ def abstract_params(model: LanguageModel, mesh: Mesh, dtype: Any = None) -> dict
         ),
         model.infos,
         shardings,
+    )
+
+
+def abstract_balance(model: LanguageModel, mesh: Mesh) -> dict[str, Any]:
+    """Shapes, dtypes and shardings of the balance: whole on every device."""
+    whole = NamedSharding(mesh, P())
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
+        model.balance_shapes,
     )
 
 
@@ -89,7 +99,8 @@ def abstract_state(
         shardings,
     )
     counter = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
-    return TrainState(params, opt_state, {}, step=counter, age=counter)
+    balance = abstract_balance(model, mesh)
+    return TrainState(params, opt_state, balance, step=counter, age=counter)
 
 
 def initialise(

@@ -17,15 +17,17 @@ Batch = dict[str, jax.Array]
 
 
 def batch_sums(
-    model: LanguageModel, params: Any, batch: Batch, step: jax.Array, taps: bool
+    model: LanguageModel, params: Any, balance: Any, batch: Batch, step: jax.Array, taps: bool
 ) -> dict[str, Any]:
     """What a (micro-)batch adds to the step: sums, never means, so that any split adds up alike."""
-    out = model.evaluate_batch(params, batch, step, taps)
+    out = model.evaluate_batch(params, batch, step, taps, balance)
     return {
         "nats": jnp.sum(out["nats"]),
         "correct": jnp.sum(out["correct"]),
         "tokens": jnp.sum(batch["valid"][:, 1:].astype(jnp.float32)),
+        "auxiliary_loss": out["auxiliary_loss"],
         "taps": out["taps"],
+        "statistics": out["statistics"],
     }
 
 
@@ -41,7 +43,8 @@ def train_step(
     """Builds the function of one optimizer step.
 
     Gradients are summed over micro-batches and divided once by the number of valid targets of the
-    global batch, so that a micro-batch with fewer tokens counts for less.
+    global batch, so that a micro-batch with fewer tokens counts for less. All micro-batches read
+    the same balance, which is updated once, from their summed statistics.
 
     Args:
         model: The model.
@@ -54,18 +57,19 @@ def train_step(
 
     Returns:
         (state, batch) -> (state, metrics): loss in nats per token, accuracy, valid tokens, norms of
-        gradient, update and parameters, rate, whether all was finite, and the mean taps by
-        sub-layer.
+        gradient, update and parameters, rate, whether all was finite, the mean taps by sub-layer
+        and, for models with a balance, the auxiliary loss in nats per token and what the update of
+        the balance tells by layer.
     """
 
-    def loss(params, micro_batch, age):
-        sums = batch_sums(model, params, micro_batch, age, taps)
-        return sums["nats"], sums
+    def loss(params, micro_batch, balance, age):
+        sums = batch_sums(model, params, balance, micro_batch, age, taps)
+        return sums["nats"] + sums["auxiliary_loss"], sums
 
     def step_function(state: TrainState, batch: Batch):
         gradient_of = jax.grad(loss, has_aux=True)
         if accumulation == 1:
-            gradient, sums = gradient_of(state.params, batch, state.age)
+            gradient, sums = gradient_of(state.params, batch, state.balance, state.age)
         else:
             micro_batches = jax.tree.map(
                 lambda x: rules.constrain(
@@ -78,11 +82,15 @@ def train_step(
             )
 
             def add(total, micro_batch):
-                new = gradient_of(state.params, micro_batch, state.age)
+                new = gradient_of(state.params, micro_batch, state.balance, state.age)
                 return jax.tree.map(jnp.add, total, new), None
 
             shapes = jax.eval_shape(
-                gradient_of, state.params, jax.tree.map(lambda x: x[0], micro_batches), state.age
+                gradient_of,
+                state.params,
+                jax.tree.map(lambda x: x[0], micro_batches),
+                state.balance,
+                state.age,
             )
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
             (gradient, sums), _ = jax.lax.scan(add, zeros, micro_batches)
@@ -101,6 +109,10 @@ def train_step(
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             "taps": jax.tree.map(lambda tap: tap / tokens, sums["taps"]),
         }
+        balance = state.balance
+        if balance:
+            balance, told = model.update_balance(balance, sums["statistics"])
+            metrics |= {"auxiliary_loss": sums["auxiliary_loss"] / tokens, "balance": told}
         # The parameters too: a finite gradient can lead to parameters that are not, and a state
         # with them must be neither saved nor gone on from.
         finite = jnp.all(
@@ -110,12 +122,12 @@ def train_step(
         )
         metrics["finite"] = finite.astype(jnp.float32)
         if skip_not_finite:
-            params, opt_state = jax.tree.map(
+            params, opt_state, balance = jax.tree.map(
                 lambda new, old: jnp.where(finite, new, old),
-                (params, opt_state),
-                (state.params, state.opt_state),
+                (params, opt_state, balance),
+                (state.params, state.opt_state, state.balance),
             )
-        new = TrainState(params, opt_state, state.balance, state.step + 1, state.age + 1)
+        new = TrainState(params, opt_state, balance, state.step + 1, state.age + 1)
         return new, metrics
 
     return step_function

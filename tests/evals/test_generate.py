@@ -196,10 +196,10 @@ class Scripted:
     def __init__(self, script):
         self.script = jnp.asarray(list(script), jnp.int32)
 
-    def prefill(self, params, tokens, start, length, step):
+    def prefill(self, params, tokens, start, length, step, balance):
         return self._next({"position": tokens.shape[1], "start": start})
 
-    def decode_step(self, params, tokens, state, step):
+    def decode_step(self, params, tokens, state, step, balance):
         return self._next(state | {"position": state["position"] + 1})
 
     def _next(self, state):
@@ -212,6 +212,7 @@ def scripted(script, context=64, **options):
     pieces = []
     (result,) = generate(
         Scripted(script),
+        {},
         {},
         ByteTokenizer(),
         [""],
@@ -320,7 +321,7 @@ def test_padding_the_vocabulary_changes_nothing(connection):
         assert model.infos["table"]["rows"].shape[0] == len(values["table"]["rows"])
         out = jax.jit(lambda p, m=model: m.evaluate_batch(p, batch, 0, False)["nats"])(values)
         place = {"step": 0, "mesh": single_device_mesh(), "context": 16}
-        texts = generate(model, values, ByteTokenizer(), ["ab"] * 4, seed=3, **place)
+        texts = generate(model, values, {}, ByteTokenizer(), ["ab"] * 4, seed=3, **place)
         results.append((np.asarray(out), texts))
     np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-6, atol=1e-6)
     assert results[0][1] == results[1][1]

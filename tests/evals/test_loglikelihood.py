@@ -26,7 +26,7 @@ def random_run(tokenizer):
     config = small_config({"data.row_length": T}, attention__query_chunk=64, loss_chunk=0)
     model = build_model(config, tokenizer.vocab_size)
     params = jax.tree.map(lambda x: 2 * x, random_params(model))
-    return Run(config, model, params, tokenizer, 7, 7, single_device_mesh(), "", "")
+    return Run(config, model, params, {}, tokenizer, 7, 7, single_device_mesh(), "", "")
 
 
 @pytest.fixture(scope="module")

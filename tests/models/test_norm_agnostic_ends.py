@@ -69,7 +69,8 @@ def test_the_scale_of_the_embedding_moves_only_the_log_norm(x64):
 
     @jax.jit
     def hidden(params):
-        return model.module(params)(jnp.asarray(batch["tokens"][:, :-1]), context_of(batch))[:3]
+        out = model.module(params)(jnp.asarray(batch["tokens"][:, :-1]), context_of(batch), {})
+        return out.hidden, out.log_scale, out.taps
 
     direction, log_norm, _ = hidden(params)
     for scale in (1e-3, 1e3):

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 from small_models import VOCAB, packed_batch, random_params, small_model
 
+from nag_jax.models.blocks import Block, Carry, Layers
 from nag_jax.models.context import Context, positions_in_document
-from nag_jax.models.transformer import Block, Layers
 from nag_jax.parameters import flatten
 from nag_jax.validation import REMAT_POLICIES
 
@@ -77,8 +77,9 @@ def test_isolation_of_gradients():
 
     def loss(embedding):
         module = model.module(params)
-        stream, _, _ = module.stage_0(module.ends.start(embedding), context_of(BATCH))
-        hidden, scale = module.ends.finish(stream)
+        start = Carry(module.ends.start(embedding), {}, {})
+        end, _ = module.stage_0(start, context_of(BATCH), {})
+        hidden, scale = module.ends.finish(end.stream)
         return jnp.sum(module.logits_of()(hidden, scale)[0, 6:] ** 2)
 
     embedding = params["table"]["rows"][BATCH["tokens"][:, :-1]]
@@ -159,17 +160,18 @@ def test_scan_equals_a_python_loop(connection, loops):
     @jax.jit
     def both(params):
         module = model.module(params)
-        stream = start = module.ends.start(module.table(jnp.asarray(BATCH["tokens"][:, :-1])))
+        start = module.ends.start(module.table(jnp.asarray(BATCH["tokens"][:, :-1])))
         definition, stacked = nnx.split(module.stage_0.blocks)
-        collected = []
+        carry, collected = Carry(start, {}, {}), []
         for layer in range(3 * loops):
             index = layer % 3
             block = nnx.merge(definition, jax.tree.map(lambda x, i=index: x[i], stacked))
             assert isinstance(block, Block)
-            stream, taps, _ = block(stream, context, Layers(layer, index, layer))
-            collected.append(taps)
+            carry, measured = block(carry, context, Layers(layer, index, layer), {})
+            collected.append(measured.taps)
         looped = {name: jnp.concatenate([c[name] for c in collected]) for name in collected[0]}
-        return module.stage_0(start, context)[:2], (stream, looped)
+        whole, measured = module.stage_0(Carry(start, {}, {}), context, {})
+        return (whole.stream, measured.taps), (carry.stream, looped)
 
     (stream, taps), (looped_stream, looped_taps) = both(random_params(model))
     assert taps.keys() == looped_taps.keys()
@@ -261,7 +263,7 @@ def test_bfloat16_stays_close_to_float32_over_48_blocks():
 
     def hidden(model):
         tokens = jnp.asarray(batch["tokens"][:, :-1])
-        run = jax.jit(lambda p: model.module(p)(tokens, context_of(batch))[:2])
+        run = jax.jit(lambda p: model.module(p)(tokens, context_of(batch), {})[:2])
         direction, log_norm = run(params)
         return np.asarray(direction, np.float64), np.asarray(log_norm, np.float64), direction.dtype
 
