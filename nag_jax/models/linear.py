@@ -9,12 +9,16 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+from nag_jax.models.rows import grouped_matmul
 from nag_jax.sharding import rules
 
 # Products of float32 are float32: the default rounds them to bfloat16 on TPU and TF32 on GPU.
 # Products of bfloat16 are not touched by it.
 PRECISION = jax.lax.Precision.HIGHEST
+
+GROUPED_PRODUCT = "grouped_product"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +93,37 @@ def contract_by_head(site: str, x: jax.Array, w: jax.Array, numerics: Numerics) 
         flat = x.astype(numerics.dtype).reshape(x.shape[0], -1, x.shape[-1])
         product = jnp.matmul(flat, weights, precision=PRECISION)
         return product.reshape(*x.shape[:-1], w.shape[-1])
+
+
+def contract_grouped(
+    site: str,
+    rows: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    numerics: Numerics,
+    implementation: str,
+) -> jax.Array:
+    """As `contract`, with rows sorted by expert and a weight of its own for each expert.
+
+    The product carries the name `GROUPED_PRODUCT` for remat policies, which cannot know it as a
+    matrix product.
+
+    Args:
+        site: Stable name of the place.
+        rows: Activation [N, in].
+        w: Weights [E, in, out] as this device uses them, in their stored dtype.
+        group_sizes: int32 [E], rows of each expert, N at most in all.
+        numerics: The model's numerics.
+        implementation: The name of a choice of `rows.choose`.
+
+    Returns:
+        The products [N, out] in the compute dtype; rows past the total are zero.
+    """
+    with jax.named_scope(site):
+        product = grouped_matmul(
+            rows.astype(numerics.dtype), w.astype(numerics.dtype), group_sizes, implementation
+        )
+        return checkpoint_name(product, GROUPED_PRODUCT)
 
 
 def scores(hidden: jax.Array, rows: jax.Array, numerics: Numerics) -> jax.Array:
