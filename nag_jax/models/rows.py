@@ -136,39 +136,62 @@ def sort_by_group(groups: Int[Array, "N"], num_groups: int) -> Sorting:
 
 @jax.custom_vjp
 def gather_rows(
-    x: Float[Array, "T d"], order: Int[Array, "N"], places: Int[Array, "N"]
+    x: Float[Array, "T d"], order: Int[Array, "N"], places: Int[Array, "Tk"]
 ) -> Float[Array, "N d"]:
-    """Rows in sorted order, where each row of `x` stands for k = N / T rows one after another.
+    """Rows in sorted order, where each row of `x` stands for k choices, one after another.
 
-    The transpose is a gather too, by the inverse permutation, and a sum over k: that of a plain
-    gather would be a scatter. With k = 1 and the last two arguments swapped it undoes the sorting.
+    The transpose is a gather by the inverse permutation and a sum over k: that of a plain gather
+    would be a scatter.
 
     Args:
         x: Rows.
-        order: A permutation of N.
-        places: Its inverse.
+        order: `Sorting.order` of the T k choices, or a first part of it.
+        places: `Sorting.places` of all of them.
 
     Returns:
         Row r is `x[order[r] // k]`.
     """
-    return _take(x, order // (order.shape[0] // x.shape[0]))
+    return _take(x, order // (places.shape[0] // x.shape[0]))
 
 
-def _take(x: Array, rows: Array) -> Array:
-    return x.at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False)
+@jax.custom_vjp
+def collect_rows(
+    rows: Float[Array, "N d"], order: Int[Array, "N"], places: Int[Array, "Tk"]
+) -> Float[Array, "Tk d"]:
+    """Undoes the sorting: the row of each choice, zero if its place is past the last row.
+
+    Args:
+        rows: Rows in sorted order.
+        order: As in `gather_rows`.
+        places: As in `gather_rows`.
+
+    Returns:
+        Row c is `rows[places[c]]`; the transpose, too, is a gather.
+    """
+    return _take(rows, places, past_the_end=rows.shape[0] < places.shape[0])
+
+
+def _take(x: Array, rows: Array, past_the_end: bool = False) -> Array:
+    """x[rows], where rows past the end, if there can be any, are zero."""
+    mode = "fill" if past_the_end else "promise_in_bounds"
+    return x.at[rows].get(mode=mode, fill_value=0, wrap_negative_indices=False)
 
 
 def _gather_rows_backward(residuals, d_rows):
-    places, tokens = residuals
-    d_x = _take(d_rows, places)
+    order, places, tokens = residuals
+    d_x = collect_rows(d_rows, order, places)
     if places.shape[0] != tokens:
         d_x = d_x.reshape(tokens, -1, d_rows.shape[1]).sum(1)
     return d_x, None, None
 
 
 gather_rows.defvjp(
-    lambda x, order, places: (gather_rows(x, order, places), (places, x.shape[0])),
+    lambda x, order, places: (gather_rows(x, order, places), (order, places, x.shape[0])),
     _gather_rows_backward,
+)
+collect_rows.defvjp(
+    lambda rows, order, places: (collect_rows(rows, order, places), order),
+    lambda order, d_choices: (_take(d_choices, order), None, None),
 )
 
 
