@@ -58,23 +58,24 @@ class Ours:
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(batch))
         settings = (jnp.float32(1.0), jnp.int32(_TOP_K.value), jnp.float32(1.0))
         self.last = (jnp.int32(0), keys, settings)
-        self.params, self.length = params, length
+        self.params, self.length = (params, model.initial_balance()), length
         self.tokens = jnp.zeros((batch, length - _TOKENS.value), jnp.int32)
         self.start = jnp.zeros(batch, jnp.int32)
         first, advance = generate_lib._programs(model)
-        self.first = first.lower(params, self.tokens, self.start, length, *self.last).compile()
+        self.first = first.lower(self.params, self.tokens, self.start, length, *self.last).compile()
         self.prefill, _ = timed_for(self.run_prompts, _SECONDS.value, _REPEATS.value)
         self.drawn, self.state = self.fresh
-        self.advance = advance.lower(params, self.state, self.drawn, *self.last).compile()
+        self.advance = advance.lower(self.params, self.state, self.drawn, *self.last).compile()
         self.cache_bytes = size_of(model.cache_shapes(batch, length))
 
-        def without_cache(params, row):
-            last = model.logits(params, row)[:, length - 1]
+        def without_cache(variables, row):
+            params, balance = variables
+            last = model.logits(params, row, balance=balance)[:, length - 1]
             choose = jax.vmap(generate_lib.choose_token, (0, 0, None, None, None))
             return choose(last, keys, *settings)
 
         self.row = jnp.zeros((batch, length), jnp.int32)
-        self.uncached = jax.jit(without_cache).lower(params, self.row).compile()
+        self.uncached = jax.jit(without_cache).lower(self.params, self.row).compile()
 
     def run_prompts(self) -> jax.Array:
         """Runs the prompts, which leave room for a turn of tokens."""

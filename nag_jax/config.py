@@ -104,7 +104,8 @@ def shared_defaults() -> dict[str, Any]:
             "keep_steps": (),
             "keep_log_spaced": 0,  # checkpoints kept per doubling of the step; 0: none
         },
-        "mesh": {"data": -1, "fsdp": 1},  # -1: all devices that remain
+        # -1: all devices that remain
+        "mesh": {"data": -1, "fsdp": 1, "tensor": 1, "expert": 1},
         "metrics": {"tensorboard": True, "wandb_project": ""},
     }
 
@@ -128,6 +129,7 @@ SMOKE: dict[str, Leaf] = {
     "model.attention.head_dim": 16,
     "model.attention.query_chunk": 32,
     "model.feedforward.hidden": 64,
+    "model.feedforward.router_width": 16,
     "optimizer.schedule.warmup_steps": 2,
     "optimizer.schedule.decay_steps": 2,
     "train.steps": 6,

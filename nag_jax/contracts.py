@@ -24,6 +24,7 @@ from ml_collections import ConfigDict
 
 from nag_jax.errors import UserError
 from nag_jax.kinds import kind_class
+from nag_jax.models.blocks import Carry
 from nag_jax.models.context import BranchOut, Context, positions_in_document
 from nag_jax.models.linear import Numerics
 from nag_jax.models.stages import stages_of
@@ -38,7 +39,7 @@ TINY = 1e-30  # outputs that are all zero are not divided by zero
 LENGTH = 64  # tokens of a row, where the config's rows are not shorter
 VOCABULARY = 48
 PROMPTS = (1, 2, 3, 17)
-MESH = {"data": 2, "fsdp": 2}
+MESH = {"data": 2, "fsdp": 2, "tensor": 1, "expert": 1}
 
 # How far two results may lie apart, over the largest one, by compute dtype. Where the same program
 # runs with other values elsewhere in the row, most parts give the same bits.
@@ -686,11 +687,12 @@ def described_stream(case: Case) -> str:
 
     def described(params):
         module, context = model.module(params), _context(model, segment_ids)
-        stream = module.ends.start(module.table(tokens))
+        stream, memo = module.ends.start(module.table(tokens)), module.initial_memo(tokens.shape)
+        carry, balance = Carry(stream, memo, {}), model.initial_balance()
         found = [describe(stream)]
         for name in module.stage_names:
-            stream = getattr(module, name)(stream, context)[0]
-            found.append(describe(stream))
+            carry, _ = getattr(module, name)(carry, context, balance.get(name, {}))
+            found.append(describe(carry.stream))
         return found
 
     shapes, blamed = ((*tokens.shape, model.options.d_model), tokens.shape), _name(model, PARTS[2])

@@ -30,6 +30,8 @@ REGISTRY: dict[str, dict[str, str]] = {
     "model.feedforward": {
         "mlp": "nag_jax.models.feedforward:MLP",
         "swiglu": "nag_jax.models.feedforward:SwiGLU",
+        "moe": "nag_jax.models.moe:MixtureOfExperts",
+        "moe_zaya": "nag_jax.models.moe:ZayaMixture",
     },
     "model.initialisation": {
         "fan_in": "nag_jax.models.initialisation:FanIn",

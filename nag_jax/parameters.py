@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-ROLES = ("matrix", "embedding", "head", "gate", "scale", "bias", "conv")
+ROLES = ("matrix", "embedding", "head", "gate", "router", "scale", "bias", "conv")
 AXES = (
     "layers",
     "embed",
@@ -24,6 +24,8 @@ AXES = (
     "directions",
     "lags",
     "expert",
+    "choices",
+    "router_width",
 )
 STACK_AXIS = "layers"
 

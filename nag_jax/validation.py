@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from nag_jax.dotted import flatten
 from nag_jax.errors import UserError
 from nag_jax.kinds import MEMBERS, REGISTRY, is_registered, kind_class, kind_defaults
-from nag_jax.models.stages import MAX_LOOPS
+from nag_jax.models.stages import MAX_LOOPS, stages_of
 
 REMAT_POLICIES = (
     "none",  # keep every intermediate
@@ -46,6 +46,10 @@ def _one_of(*choices: str) -> Rule:
 
 
 _NOT_EMPTY = Rule(lambda x: x.strip() != "", "non-empty")
+_COUNTS = Rule(
+    lambda x: len(x) > 0 and all(n >= 1 for n in x),
+    "one number for all blocks, or several that blocks take in turn, each at least 1",
+)
 _OFF_OR_STEP = Rule(lambda x: x == -1 or x >= 0, "-1 (off) or a step")
 _AXIS = Rule(lambda x: x == -1 or x >= 1, "-1 (all devices that remain) or at least 1")
 
@@ -85,6 +89,7 @@ RULES: dict[str, Rule] = {
     "model.connection.embedding_std": _above(0),
     "model.connection.head": _one_of("tied", "free"),
     "model.connection.norm": _one_of("rms", "layer"),
+    "model.connection.router_weight": _one_of("plain", "unit"),
     "model.connection.norm_epsilon": _above(0),
     "model.attention.num_heads": _at_least(1),
     "model.attention.num_kv_heads": _at_least(1),
@@ -100,6 +105,15 @@ RULES: dict[str, Rule] = {
     "model.attention.depthwise_kernel": _at_least(1),
     "model.attention.grouped_kernel": _at_least(1),
     "model.feedforward.hidden": _at_least(1),
+    "model.feedforward.num_experts": _COUNTS,
+    "model.feedforward.top_k": _COUNTS,
+    "model.feedforward.shared_hidden": _at_least(0),
+    "model.feedforward.balance_rate": _at_least(0),
+    "model.feedforward.load_balance_loss": _at_least(0),
+    "model.feedforward.router_z_loss": _at_least(0),
+    "model.feedforward.router_width": _at_least(1),
+    "model.feedforward.implementation": _one_of("auto", "blocked", "ragged_dot", "tokamax"),
+    "model.feedforward.exchange": _one_of("auto", "gather", "ragged"),
     "model.initialisation.std": _above(0),
     "model.initialisation.alpha_qk": _above(0),
     "model.initialisation.alpha_vo": _above(0),
@@ -124,6 +138,8 @@ RULES: dict[str, Rule] = {
     "checkpoint.keep_log_spaced": _at_least(0),
     "mesh.data": _AXIS,
     "mesh.fsdp": _AXIS,
+    "mesh.tensor": _AXIS,
+    "mesh.expert": _AXIS,
 }
 
 
@@ -138,7 +154,7 @@ def validate(config: ConfigDict) -> None:
     Raises:
       UserError: names the keys and what is allowed.
     """
-    leaves = flatten(config)
+    leaves, validators = flatten(config), []
     for node in REGISTRY:
         kind = leaves[f"{node}.kind"]
         if not is_registered(node, kind):
@@ -150,6 +166,8 @@ def validate(config: ConfigDict) -> None:
                 )
             for key in kind_defaults(node, kind):
                 leaves.pop(key, None)
+        if node.startswith("model."):
+            validators.append(getattr(kind_class(node, kind), "validate", None))
     for key, value in leaves.items():
         if key in RULES and not RULES[key].allows(value):
             raise UserError(f"{key} is {value!r}; it must be {RULES[key].words}")
@@ -178,48 +196,88 @@ def validate(config: ConfigDict) -> None:
             f"model.coda_blocks={config.model.coda_blocks} leave none of "
             f"model.num_blocks={config.model.num_blocks} for the loop"
         )
+    for own in filter(None, validators):
+        own(config)
+    stages_of(config.model)
     batch, accumulation = config.train.batch_size, config.train.accumulation
     if batch % accumulation:
         raise UserError(
             f"train.batch_size={batch} cannot be cut into train.accumulation={accumulation} equal "
             f"micro-batches (accumulation {_numbers(_divisors(batch))} would work)"
         )
-    if config.mesh.data == config.mesh.fsdp == -1:
-        raise UserError("mesh.data and mesh.fsdp are both -1: only one can take what remains")
+    remaining = [f"mesh.{name}" for name, length in config.mesh.items() if length == -1]
+    if len(remaining) > 1:
+        raise UserError(
+            f"{' and '.join(remaining)} are -1: only one of them can take what remains"
+        )
     _validate_optimizer(config)
 
 
 def validate_devices(config: ConfigDict, num_devices: int) -> None:
-    """Refuses a mesh that is not made of `num_devices` devices, and batches it cannot divide.
+    """Refuses a mesh that is not made of `num_devices` devices, and what it cannot divide.
 
     Raises:
       UserError: names the keys and the numbers that would work.
     """
     from nag_jax.sharding.mesh import mesh_shape
+    from nag_jax.sharding.rules import BATCH_AXES, MESH_AXES
 
-    shards = 1
-    for length in mesh_shape(config.mesh, num_devices):
-        shards *= length
+    mesh = dict(zip(MESH_AXES, mesh_shape(config.mesh, num_devices), strict=True))
+    shards = math.prod(mesh[axis] for axis in BATCH_AXES)
     batch, accumulation = config.train.batch_size, config.train.accumulation
+    sharers = f"{shards} devices" + (" or groups of them" if mesh["tensor"] > 1 else "")
     if (batch // accumulation) % shards:
         multiple = shards * accumulation
         raise UserError(
             f"train.batch_size={batch} in train.accumulation={accumulation} micro-batches gives "
-            f"{batch // accumulation} rows, which {shards} devices cannot share equally: "
+            f"{batch // accumulation} rows, which {sharers} cannot share equally: "
             f"train.batch_size must be a multiple of {multiple} (such as "
             f"{_numbers(_near_multiples(batch, multiple))})"
-        )
-    fsdp = mesh_shape(config.mesh, num_devices)[1]
-    if config.model.d_model % fsdp:
-        raise UserError(
-            f"model.d_model={config.model.d_model} cannot be split over mesh.fsdp={fsdp}: it must "
-            f"be a multiple (such as {_numbers(_near_multiples(config.model.d_model, fsdp))})"
         )
     if config.evaluation.batch_size % shards:
         raise UserError(
             f"evaluation.batch_size={config.evaluation.batch_size} rows cannot be shared equally "
-            f"by {shards} devices: it must be a multiple of {shards} (such as "
+            f"by {sharers}: it must be a multiple of {shards} (such as "
             f"{_numbers(_near_multiples(config.evaluation.batch_size, shards))})"
+        )
+    _refuse_undivided("model.d_model", config.model.d_model, "fsdp", mesh["fsdp"])
+    _validate_tensor(config, mesh["tensor"])
+    if is_registered("model.feedforward", config.model.feedforward.kind):
+        for count in config.model.feedforward.get("num_experts", ()):
+            _refuse_undivided("model.feedforward.num_experts", count, "expert", mesh["expert"])
+
+
+def _validate_tensor(config: ConfigDict, length: int) -> None:
+    """Heads, hidden units and the table are split over the tensor axis, as far as kinds are ours.
+
+    Raises:
+      UserError: one of them cannot be.
+    """
+    model = config.model
+    _refuse_undivided("model.vocab_multiple", model.vocab_multiple, "tensor", length)
+    if is_registered("model.feedforward", model.feedforward.kind):
+        for name in ("hidden", "shared_hidden"):
+            width = model.feedforward.get(name, 0)
+            _refuse_undivided(f"model.feedforward.{name}", width, "tensor", length)
+    if is_registered("model.attention", model.attention.kind):
+        heads, kv_heads = model.attention.num_heads, model.attention.num_kv_heads
+        _refuse_undivided("model.attention.num_heads", heads, "tensor", length)
+        if kv_heads % length and length % kv_heads:
+            allowed = [n for n in _divisors(heads) if n % length == 0 or length % n == 0]
+            raise UserError(
+                f"model.attention.num_kv_heads={kv_heads} cannot be split over mesh.tensor="
+                f"{length}, nor that over them: one must be a multiple of the other "
+                f"(num_kv_heads {_numbers(allowed)} would work)"
+            )
+
+
+def _refuse_undivided(key: str, value: int, axis: str, length: int) -> None:
+    """Raises a UserError unless `length`, the mesh axis's, divides the key's value."""
+    if value % length:
+        raise UserError(
+            f"{key}={value} cannot be split over mesh.{axis}={length}: it must be a multiple (such "
+            f"as {_numbers(_near_multiples(value, length))}), or mesh.{axis} a divisor "
+            f"({_numbers(_divisors(value))})"
         )
 
 

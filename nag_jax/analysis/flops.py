@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from rich.filesize import decimal
 
 from nag_jax.kinds import kind_class
-from nag_jax.models.stages import StageSizes, stages_of
+from nag_jax.models.stages import StageSizes, pattern_of, stages_of
 from nag_jax.parameters import STACK_AXIS, ParamInfo, flatten
 
 # Backward through a product costs two products of its size: by the weight and by the input.
@@ -38,8 +38,9 @@ def forward_flops(
     A product of a token with a weight costs twice the weight's size. The parts are "<sub-layer>"
     for the weights of each kind of sub-layer, "attention context" for products of queries with keys
     and of probabilities with values, averaged over the `row_length` causal positions of a row that
-    holds one document (where the attention's kind says it, by `context_flops`), "gates",
-    "convolutions" and "decode"; looking an embedding up costs nothing.
+    holds one document (where the attention's kind says it, by `context_flops`), "gates", "routers",
+    "convolutions" and "decode"; looking an embedding up costs nothing. Of experts those count that
+    a token chooses.
 
     Args:
         infos: Nested dict of `ParamInfo`.
@@ -49,11 +50,13 @@ def forward_flops(
     parts: defaultdict[str, float] = defaultdict(float)
     stages = stages_of(config.model)
     for path, info in flatten(infos).items():
-        flops = 2 * info.size * _loops(path, stages)
+        flops = 2 * info.size * _loops(path, stages) * _active_share(path, info, config)
         if info.role == "matrix":
             parts[_sublayer(path)] += flops
         elif info.role == "gate" and "embed" in info.axes:  # alpha, beta, p, b are elementwise
             parts["gates"] += flops
+        elif info.role == "router" and len(info.axes) > 2:  # biases are elementwise
+            parts["routers"] += flops
         elif info.role == "conv":
             parts["convolutions"] += flops
     kind = kind_class("model.attention", config.model.attention.kind)
@@ -77,16 +80,16 @@ def parameters_by_role(infos: Mapping[str, Any], vocab_size: int) -> dict[str, i
     return dict(roles)
 
 
-def active_parameters(infos: Mapping[str, Any], vocab_size: int) -> int:
+def active_parameters(infos: Mapping[str, Any], config: ConfigDict, vocab_size: int) -> int:
     """Returns how many parameters one token's forward pass reads.
 
     A tied table is read whole by the decode; beside a free head a token reads its own row only.
     """
-    flat = flatten(infos).values()
-    free_head = any(info.role == "head" for info in flat)
+    flat = flatten(infos)
+    free_head = any(info.role == "head" for info in flat.values())
     total = 0
-    for info in flat:
-        size = _true_size(info, vocab_size)
+    for path, info in flat.items():
+        size = round(_true_size(info, vocab_size) * _active_share(path, info, config))
         total += size // vocab_size if free_head and info.role == "embedding" else size
     return total
 
@@ -188,7 +191,7 @@ def model_table(
     memory = memory_estimate(infos, config, optimizer_state, data, fsdp)
     rows = [("parameters", _si(sum(roles.values())))]
     rows += [(f"  {role}", _si(count)) for role, count in _largest_first(roles)]
-    rows += [("  active per token", _si(active_parameters(infos, vocab_size)))]
+    rows += [("  active per token", _si(active_parameters(infos, config, vocab_size)))]
     rows += [("forward FLOPs per token", _si(sum(flops.values())))]
     rows += [(f"  {part}", _si(count)) for part, count in _largest_first(flops)]
     rows += [("training FLOPs per token", _si(TRAINING_FACTOR * sum(flops.values())))]
@@ -200,7 +203,18 @@ def model_table(
 def _sublayer(path: str) -> str:
     """Name of the sub-layer that a stacked parameter belongs to, else its top-level module."""
     names = path.split("/")
-    return names[names.index("blocks") + 1] if "blocks" in names else names[0]
+    return names[2] if names[0].startswith("stage_") else names[0]
+
+
+def _active_share(path: str, info: ParamInfo, config: ConfigDict) -> float:
+    """The part of a parameter that a token uses: of experts, those that it chooses."""
+    if "expert" not in info.axes:
+        return 1.0
+    stage, block, sublayer = path.split("/")[:3]
+    sizes = stages_of(config.model)[stage]
+    position = sizes.positions[sizes.block_names.index(block)]
+    options = pattern_of(config.model)[position][sublayer]
+    return kind_class(f"model.{sublayer}", options.kind).active_share(options)
 
 
 def _loops(path: str, stages: Mapping[str, StageSizes]) -> int:

@@ -22,7 +22,7 @@ from nag_jax.models.chunked_attention import SAVED_NAMES
 from nag_jax.models.connections import Stream
 from nag_jax.models.context import BranchOut, Context
 from nag_jax.models.embedding import TokenTable
-from nag_jax.models.linear import Numerics
+from nag_jax.models.linear import GROUPED_PRODUCT, Numerics
 from nag_jax.models.stages import SUBLAYERS, StageSizes, pattern_of, stages_of
 from nag_jax.sharding import rules
 
@@ -38,13 +38,13 @@ def remat_policy(name: str) -> Callable | None:
     """What the backward pass keeps of a block, by `model.remat`.
 
     A policy that keeps anything also keeps attention's output and normaliser, so that recomputing a
-    block leaves its attention out.
+    block leaves its attention out, and the products of experts, which are no plain matrix products.
     """
     policies = jax.checkpoint_policies
     if name == "nothing_saveable":
         return policies.nothing_saveable
     return policies.save_from_both_policies(
-        getattr(policies, name), policies.save_only_these_names(*SAVED_NAMES)
+        getattr(policies, name), policies.save_only_these_names(*SAVED_NAMES, GROUPED_PRODUCT)
     )
 
 

@@ -71,7 +71,9 @@ class NormAgnostic(nnx.Module):
 
     The gain is a = alpha_l * m_l * warm-up, alpha starting at 1/l^p for the l-th sub-layer (23-24),
     attention of block j being l = 2j+1 and its feed-forward l = 2j+2. A router's weight multiplies
-    the gain, since the update itself is scale-free (our inference).
+    the gain, since the update itself is scale-free: as it is ("plain"), or over its own value
+    without gradient ("unit"), which leaves the gain of (14) exact and gives the router the gradient
+    of a relative change (both our inference).
     """
 
     Ends = NormAgnosticEnds
@@ -88,6 +90,7 @@ class NormAgnostic(nnx.Module):
             "beta_trainable": True,
             "encode_gain_init": 1.0,
             "embedding_std": 1.0,
+            "router_weight": "plain",
         }
 
     @staticmethod
@@ -111,6 +114,7 @@ class NormAgnostic(nnx.Module):
         alpha = jnp.asarray(index, jnp.float32) ** -options.alpha_exponent
         self.alpha = declare(alpha, (), "gate")
         self.alpha_exponent = options.alpha_exponent
+        self.unit_router_weight = options.router_weight == "unit"
         self.modulator = NormModulator(
             d_model,
             options.gate_directions,
@@ -139,7 +143,10 @@ class NormAgnostic(nnx.Module):
         alpha = self.alpha[...].astype(gate.m.dtype) * ratio**self.alpha_exponent
         gain = alpha * context.gain_warmup * gate.m
         if out.weight is not None:
-            gain = gain * out.weight.astype(gain.dtype)
+            weight = out.weight.astype(gain.dtype)
+            if self.unit_router_weight:
+                weight = weight / jax.lax.stop_gradient(weight)
+            gain = gain * weight
         direction, log_gain = nag_update(direction, out.y, gain)
         return Written((direction, log_norm + log_gain.astype(log_norm.dtype)), gain)
 

@@ -171,7 +171,9 @@ def test_a_token_does_not_copy_the_cache():
     settings = (jnp.float32(1), jnp.int32(0), jnp.float32(1))
     advance = generate_lib._programs(model).advance
     tokens = jax.ShapeDtypeStruct((4,), jnp.int32)
-    memory = advance.lower(params, state, tokens, 0, keys, settings).compile().memory_analysis()
+    memory = (
+        advance.lower((params, {}), state, tokens, 0, keys, settings).compile().memory_analysis()
+    )
     assert memory.alias_size_in_bytes >= size
     # Some columns of one layer's keys and values at a time, for the products.
     assert memory.temp_size_in_bytes < 0.1 * size

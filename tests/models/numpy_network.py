@@ -138,6 +138,11 @@ class Network:
             return attention(x, w, self.options.attention, segment_ids)
         return feedforward(x, w, self.options.feedforward.kind)
 
+    def weighted_branch(self, name, index, x, w, segment_ids):
+        """The branch's output, and a router's weights of the tokens or None."""
+        del index
+        return self.branch(name, x, w, segment_ids), None
+
     def hidden(self, tokens, segment_ids, warmup):
         """(final hidden states, log inverse temperatures, taps of each sub-layer by token)."""
         e = self.params["table"]["rows"][tokens]
@@ -153,10 +158,12 @@ class Network:
                 w = self.block_params(index, name)
                 connection = w["connection"]
                 if self.kind == "nag":
-                    f = self.branch(name, r, w["branch"], segment_ids)
+                    f, weight = self.weighted_branch(name, index, r, w["branch"], segment_ids)
                     gate = connection["modulator"]
                     m = modulator(r, gate, beta_of(gate, options))
                     a = float(connection["alpha"]) * warmup * m
+                    if weight is not None:
+                        a = a * weight
                     before = r
                     r, growth = nag_write(r, f, a)
                     s = s + growth
@@ -165,7 +172,9 @@ class Network:
                 else:
                     scale = connection["norm"]["scale"]
                     inner = rms_norm(x, scale, options.norm_epsilon)
-                    f = self.branch(name, inner, w["branch"], segment_ids)
+                    f, weight = self.weighted_branch(name, index, inner, w["branch"], segment_ids)
+                    if weight is not None:
+                        f = f * weight[:, None]
                     before = x / rms(x)
                     gain = (rms(f) / rms(x))[:, 0]
                     x = x + f if self.kind == "prenorm" else f
