@@ -205,7 +205,7 @@ def validate(config: ConfigDict) -> None:
             f"train.batch_size={batch} cannot be cut into train.accumulation={accumulation} equal "
             f"micro-batches (accumulation {_numbers(_divisors(batch))} would work)"
         )
-    remaining = [f"mesh.{name}" for name, length in config.mesh.items() if length == -1]
+    remaining = [key for key in leaves if key.startswith("mesh.") and leaves[key] == -1]
     if len(remaining) > 1:
         raise UserError(
             f"{' and '.join(remaining)} are -1: only one of them can take what remains"

@@ -20,7 +20,7 @@ from nag_jax.training.state import abstract_state, initialise
 
 
 def mesh_of(data, fsdp):
-    options = ConfigDict({"data": data, "fsdp": fsdp})
+    options = ConfigDict({"data": data, "fsdp": fsdp, "tensor": 1, "expert": 1})
     return make_mesh(options, jax.devices()[: data * fsdp])
 
 

@@ -493,7 +493,8 @@ def test_diff_lists_changed_and_absent_leaves():
         ("checkpoint.keep_steps=0,5", ["checkpoint.keep_steps"]),
         ("checkpoint.keep_log_spaced=-1", ["checkpoint.keep_log_spaced"]),
         ("mesh.data=0", ["mesh.data"]),
-        ("mesh.data=-1 mesh.fsdp=-1", ["mesh.data and mesh.fsdp"]),
+        ("mesh.data=-1 mesh.fsdp=-1", ["mesh.data and mesh.fsdp are -1"]),
+        ("mesh.data=1 mesh.tensor=-1 mesh.expert=-1", ["mesh.expert and mesh.tensor are -1"]),
     ],
 )
 def test_what_cannot_work_is_refused(line, words):
@@ -530,6 +531,21 @@ def test_rules_name_only_keys_that_exist():
         ("train.batch_size=12", 8, ["train.batch_size=12", "8 devices", "8 or 16"]),
         ("train.accumulation=4", 8, ["train.batch_size=16", "4 rows", "multiple of 32"]),
         ("evaluation.batch_size=9", 2, ["evaluation.batch_size=9", "8 or 10"]),
+        ("train.batch_size=10 mesh.expert=4", 8, ["8 devices cannot", "8 or 16"]),
+        ("train.batch_size=10 mesh.tensor=2", 8, ["4 devices or groups of them", "8 or 12"]),
+        ("model.d_model=250 mesh.fsdp=4", 8, ["model.d_model=250", "mesh.fsdp=4", "248 or 252"]),
+        ("model.vocab_multiple=2 mesh.tensor=4", 8, ["model.vocab_multiple=2", "4", "1 or 2"]),
+        ("model.feedforward.hidden=102 mesh.tensor=4", 8, ["feedforward.hidden=102", "100 or 104"]),
+        (
+            "model.attention.num_heads=6 mesh.tensor=4",
+            8,
+            ["model.attention.num_heads=6", "4 or 8", "1, 2, 3 or 6"],
+        ),
+        (
+            "model.attention.num_heads=12 model.attention.num_kv_heads=6 mesh.tensor=4",
+            8,
+            ["num_kv_heads=6", "mesh.tensor=4", "num_kv_heads 1, 2, 4 or 12"],
+        ),
     ],
 )
 def test_what_the_devices_cannot_share_is_refused(line, devices, words):

@@ -145,6 +145,8 @@ LEAVES: dict[str, Leaf] = {
     "checkpoint.keep_log_spaced": Leaf("1", "run", STEPWISE),
     "mesh.data": Leaf("4", "mesh", ("mesh.data=8", "mesh.fsdp=-1")),
     "mesh.fsdp": Leaf("2", "mesh"),
+    "mesh.tensor": Leaf("2", "mesh"),
+    "mesh.expert": Leaf("2", "mesh"),
     "metrics.tensorboard": Leaf("false", "run"),
     "metrics.wandb_project": Leaf("mine", "run"),
 }

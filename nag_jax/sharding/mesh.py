@@ -29,11 +29,16 @@ def mesh_shape(options: ConfigDict, num_devices: int) -> tuple[int, ...]:
     if -1 in lengths and num_devices % fixed == 0:
         lengths[lengths.index(-1)] = num_devices // fixed
     if math.prod(lengths) != num_devices:
-        asked = " and ".join(f"mesh.{name}={options[name]}" for name in MESH_AXES)
+        asked = [f"mesh.{name}={options[name]}" for name in MESH_AXES]
+        others = math.prod(abs(length) for length in lengths[1:])
+        works = (
+            f"mesh.data={num_devices // others} with the other axes as they are"
+            if -1 not in lengths[1:] and num_devices % others == 0
+            else f"mesh.data={num_devices} with all other axes 1"
+        )
         raise UserError(
-            f"{asked} does not fit the number of devices, {num_devices}: their product must be "
-            f"{num_devices}, such as mesh.data={num_devices} and mesh.fsdp=1, or mesh.data=-1 with "
-            "a mesh.fsdp that divides it"
+            f"{', '.join(asked[:-1])} and {asked[-1]} do not fit the number of devices, "
+            f"{num_devices}: their product must be {num_devices}, such as {works}"
         )
     return tuple(lengths)
 

@@ -4,6 +4,7 @@ The rules say nothing of any module: a parameter brings its logical axes, and th
 which of them is split over which mesh axis.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -13,15 +14,28 @@ from jax.sharding import PartitionSpec as P
 
 from nag_jax.parameters import AXES, ParamInfo
 
-MESH_AXES = ("data", "fsdp")
-BATCH_AXES = ("data", "fsdp")
+MESH_AXES = ("data", "fsdp", "tensor", "expert")
 
-# Parameters are stored split over fsdp along the model width, which every large leaf has.
-PARAMETER_RULES: dict[str, str | None] = dict.fromkeys(AXES) | {"embed": "fsdp"}
+# Devices of one tensor group hold the same rows.
+BATCH_AXES = ("data", "fsdp", "expert")
+
+# What a weight is split over where it is used: each device has its own heads, hidden units, rows of
+# the vocabulary and experts.
+USE_RULES: dict[str, tuple[str, ...]] = dict.fromkeys(AXES, ()) | {
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "hidden": ("tensor",),
+    "vocabulary": ("tensor",),
+    "expert": ("expert",),
+}
+
+# Parameters are stored split along the model width as well, which every large leaf has; those that
+# are no experts also over the expert axis, which is one more axis of rows to them.
+PARAMETER_RULES = USE_RULES | {"embed": ("fsdp", "expert")}
 
 
 def parameter_spec(info: ParamInfo, mesh: Mesh, path: str) -> P:
-    """Partition spec of one parameter leaf.
+    """Partition spec of one parameter leaf, as it is stored.
 
     Args:
         info: The parameter's record.
@@ -29,18 +43,33 @@ def parameter_spec(info: ParamInfo, mesh: Mesh, path: str) -> P:
         path: The parameter's path, for the error.
 
     Returns:
-        The spec; an axis whose length the mesh axis does not divide stays whole.
+        The spec. An axis whose length a mesh axis does not divide is not split over it, no mesh
+        axis is named twice, and none of length 1 is named.
 
     Raises:
         ValueError: If a logical axis has no rule.
     """
-    spec = []
-    for name, length in zip(info.axes, info.shape, strict=True):
+    for name in info.axes:
         if name not in PARAMETER_RULES:
             raise ValueError(f"parameter {path} has logical axis {name!r}, which has no rule")
-        mesh_axis = PARAMETER_RULES[name]
-        divides = mesh_axis is not None and length % mesh.shape[mesh_axis] == 0
-        spec.append(mesh_axis if divides else None)
+    return _spec(info.axes, info.shape, mesh, PARAMETER_RULES)
+
+
+def _spec(
+    axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh, table: dict[str, tuple[str, ...]]
+) -> P:
+    # Experts stay apart even where their number does not divide the mesh axis.
+    taken = {"expert"} if "expert" in axes else set()
+    spec = []
+    for name, length in zip(axes, shape, strict=True):
+        over: tuple[str, ...] = ()
+        for mesh_axis in table[name]:
+            parts = mesh.shape[mesh_axis] * math.prod(mesh.shape[axis] for axis in over)
+            free = name == mesh_axis or mesh_axis not in taken
+            if mesh.shape[mesh_axis] > 1 and length % parts == 0 and free:
+                over += (mesh_axis,)
+        taken |= set(over)
+        spec.append(over if len(over) > 1 else next(iter(over), None))
     return P(*spec)
 
 
@@ -61,7 +90,7 @@ def batch_shards(mesh: Mesh) -> int:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Sharding of a batch: rows over the data and fsdp axes, everything else whole."""
+    """Sharding of a batch: rows over `BATCH_AXES`, everything else whole."""
     return NamedSharding(mesh, P(BATCH_AXES))
 
 
@@ -70,28 +99,48 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
     Args:
         x: The activation.
-        *axes: Per axis of `x`, "batch" or None.
+        *axes: Per axis of `x`, "batch", a logical axis by whose rule weights in use are split, or
+            None for whole. A logical axis whose length the mesh axis does not divide is whole.
 
     Returns:
         `x`, with the sharding constraint.
     """
-    if jax.sharding.get_abstract_mesh().empty:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
         return x
-    spec = P(*(BATCH_AXES if axis == "batch" else None for axis in axes))
-    return jax.lax.with_sharding_constraint(x, spec)
+    split = [
+        BATCH_AXES
+        if axis == "batch"
+        else None
+        if axis is None
+        else _spec((axis,), (length,), mesh, USE_RULES)[0]
+        for axis, length in zip(axes, x.shape, strict=True)
+    ]
+    return jax.lax.with_sharding_constraint(x, P(*split))
 
 
-@jax.custom_vjp
-def gather_weight(w: jax.Array) -> jax.Array:
-    """Asks for a whole copy of a weight where it is used.
+def gather_weight(w: jax.Array, axes: tuple[str, ...] | None = None) -> jax.Array:
+    """Asks for a copy of a weight that is whole along the model width where it is used.
 
     Left alone, the partitioner may split a contraction over the stored layout and sum activations
     instead, which moves more bytes than the weight has. The gradient is not pinned: it is summed
     into the stored layout, and never needs to be whole anywhere.
+
+    Args:
+        w: The weight.
+        axes: Its logical axes, by which it stays split; None for a copy whole along every axis.
     """
-    if jax.sharding.get_abstract_mesh().empty:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
         return w
-    return jax.lax.with_sharding_constraint(w, P())
+    return _pinned(w, P() if axes is None else _spec(tuple(axes), w.shape, mesh, USE_RULES))
 
 
-gather_weight.defvjp(lambda w: (gather_weight(w), None), lambda _, cotangent: (cotangent,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _pinned(w: jax.Array, spec: P) -> jax.Array:
+    return jax.lax.with_sharding_constraint(w, spec)
+
+
+_pinned.defvjp(
+    lambda w, spec: (_pinned(w, spec), None), lambda spec, _, cotangent: (cotangent,)
+)

@@ -16,6 +16,7 @@ from nag_jax.errors import UserError
 from nag_jax.models import attention_kernels
 from nag_jax.models.attention_kernels import Choice, UnsuitableKernel, attend, choose, splash
 from nag_jax.models.chunked_attention import SAVED_NAMES, chunked_attention
+from nag_jax.sharding.mesh import single_device_mesh
 
 # (platform, dtype, width, packed, tokamax installed) -> (name, part of the reason)
 TABLE = [
@@ -242,7 +243,7 @@ def test_attend_runs_the_choice_on_each_device(packed, monkeypatch, quick_compil
         return jax.jit(functools.partial(value_and_gradients, attention))(q, k, v, c)
 
     alone = run("auto")
-    with jax.set_mesh(jax.make_mesh((1, 1), ("data", "fsdp"), (jax.sharding.AxisType.Auto,) * 2)):
+    with jax.set_mesh(single_device_mesh()):
         meshed = run("auto")
     for a, b in zip(alone, meshed, strict=True):
         np.testing.assert_array_equal(a, b)

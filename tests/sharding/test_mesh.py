@@ -9,29 +9,48 @@ from nag_jax.sharding.mesh import make_mesh, mesh_shape, single_device_mesh
 from nag_jax.sharding.rules import constrain, gather_weight
 
 
+def axes(data=1, fsdp=1, tensor=1, expert=1):
+    return ConfigDict({"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert})
+
+
 @pytest.mark.parametrize(
-    "data, fsdp, devices, expected",
+    "options, devices, expected",
     [
-        (-1, 1, 8, (8, 1)),
-        (-1, 4, 8, (2, 4)),
-        (2, -1, 8, (2, 4)),
-        (4, 2, 8, (4, 2)),
-        (1, 1, 1, (1, 1)),
+        (axes(data=-1), 8, (8, 1, 1, 1)),
+        (axes(data=-1, fsdp=4), 8, (2, 4, 1, 1)),
+        (axes(data=2, fsdp=-1), 8, (2, 4, 1, 1)),
+        (axes(data=-1, tensor=2, expert=2), 8, (2, 1, 2, 2)),
+        (axes(fsdp=4, tensor=-1), 8, (1, 4, 2, 1)),
+        (axes(expert=-1), 8, (1, 1, 1, 8)),
+        (axes(), 1, (1, 1, 1, 1)),
     ],
 )
-def test_shape(data, fsdp, devices, expected):
-    assert mesh_shape(ConfigDict({"data": data, "fsdp": fsdp}), devices) == expected
+def test_shape(options, devices, expected):
+    assert mesh_shape(options, devices) == expected
 
 
-@pytest.mark.parametrize("data, fsdp", [(3, 1), (-1, 3), (16, 1), (2, 2)])
-def test_a_mesh_of_another_size_is_refused(data, fsdp):
-    with pytest.raises(UserError, match=f"mesh.data={data} and mesh.fsdp={fsdp} .*devices, 8"):
-        mesh_shape(ConfigDict({"data": data, "fsdp": fsdp}), 8)
+@pytest.mark.parametrize(
+    "options, works",
+    [
+        (axes(data=3), "mesh.data=8 with"),
+        (axes(data=-1, fsdp=3), "mesh.data=8 with all other axes 1"),
+        (axes(data=16), "mesh.data=8 with"),
+        (axes(data=2, fsdp=2), "mesh.data=4 with the other axes as they are"),
+        (axes(data=8, tensor=2), "mesh.data=4 with the other axes as they are"),
+        (axes(data=-1, expert=16), "mesh.data=8 with all other axes 1"),
+        (axes(data=3, fsdp=-1), "mesh.data=8 with all other axes 1"),
+    ],
+)
+def test_a_mesh_of_another_size_is_refused(options, works):
+    with pytest.raises(UserError, match=f"number of devices, 8: .* must be 8, .*{works}") as error:
+        mesh_shape(options, 8)
+    assert all(f"mesh.{name}={length}" in str(error.value) for name, length in options.items())
 
 
 def test_meshes_of_this_process():
-    mesh = make_mesh(ConfigDict({"data": -1, "fsdp": 1}), jax.devices()[:1])
-    assert mesh.axis_names == ("data", "fsdp") and mesh.devices.shape == (1, 1)
+    mesh = make_mesh(axes(data=-1), jax.devices()[:1])
+    assert mesh.axis_names == ("data", "fsdp", "tensor", "expert")
+    assert mesh.devices.shape == (1, 1, 1, 1)
     assert single_device_mesh().devices.size == 1
 
 

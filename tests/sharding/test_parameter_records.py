@@ -18,7 +18,30 @@ ATTENTION = {
 }
 UP = (("layers", "embed", "hidden"), (1,), (2,))
 DOWN = (("layers", "hidden", "embed"), (1,), (2,))
-FEEDFORWARD = {"mlp": {"up": UP, "down": DOWN}, "swiglu": {"gate": UP, "up": UP, "down": DOWN}}
+EXPERT_UP = (("layers", "expert", "embed", "hidden"), (2,), (3,))
+EXPERT_DOWN = (("layers", "expert", "hidden", "embed"), (2,), (3,))
+EXPERTS = {"gate": EXPERT_UP, "up": EXPERT_UP, "down": EXPERT_DOWN}
+FEEDFORWARD = {
+    "mlp": {"up": UP, "down": DOWN},
+    "swiglu": {"gate": UP, "up": UP, "down": DOWN},
+    "moe": EXPERTS,
+    "moe_zaya": EXPERTS,
+}
+OF_ROUTER = ("layers", "router_width")
+ROUTERS = {
+    "moe": {"weight": (("layers", "embed", "choices"), "router")},
+    "moe_zaya": {
+        "down": (("layers", "embed", "router_width"), "router"),
+        "down_bias": (OF_ROUTER, "router"),
+        "depth_scale": (OF_ROUTER, "scale"),
+        "norm/scale": (OF_ROUTER, "scale"),
+        "first": ((*OF_ROUTER, "router_width"), "router"),
+        "first_bias": (OF_ROUTER, "router"),
+        "second": ((*OF_ROUTER, "router_width"), "router"),
+        "second_bias": (OF_ROUTER, "router"),
+        "last": ((*OF_ROUTER, "choices"), "router"),
+    },
+}
 NORM = {"norm/scale": (("layers", "embed"), "scale")}
 CONNECTION = {
     "nag": {
@@ -39,8 +62,9 @@ ENDS = {
 }
 
 
-def mesh_of(data, fsdp):
-    return AbstractMesh((data, fsdp), rules.MESH_AXES, axis_types=(AxisType.Auto,) * 2)
+def mesh_of(data=1, fsdp=1, tensor=1, expert=1):
+    shape = (data, fsdp, tensor, expert)
+    return AbstractMesh(shape, rules.MESH_AXES, axis_types=(AxisType.Auto,) * 4)
 
 
 @pytest.mark.parametrize("feedforward", REGISTRY["model.feedforward"])
@@ -59,6 +83,8 @@ def test_every_leaf_of_every_kind(connection, feedforward):
             expected[f"stage_0/blocks/{name}/branch/{leaf}"] = (axes, "matrix", rows, columns)
         for leaf, record in CONNECTION[connection].items():
             expected[f"stage_0/blocks/{name}/connection/{leaf}"] = (*record, (), ())
+    for leaf, record in ROUTERS.get(feedforward, {}).items():
+        expected[f"stage_0/blocks/feedforward/branch/router/{leaf}"] = (*record, (), ())
     for leaf in ("query_norm", "key_norm"):
         path = f"stage_0/blocks/attention/branch/{leaf}/scale"
         expected[path] = (("layers", "head_dim"), "scale", (), ())
@@ -80,23 +106,46 @@ def test_free_head_and_fixed_beta():
     assert not any("beta" in path for path in infos)
 
 
-@pytest.mark.parametrize("data, fsdp", [(8, 1), (4, 2), (2, 4), (1, 1)])
-def test_shardings_on_abstract_meshes(data, fsdp):
-    """The model width is split over fsdp in every leaf that has it; nothing else is split."""
-    model = small_model()
-    shardings = flatten(rules.parameter_shardings(model.infos, mesh_of(data, fsdp)))
+ON_TENSOR = ("heads", "kv_heads", "hidden", "vocabulary")
+
+
+@pytest.mark.parametrize(
+    "shape", [(8,), (4, 2), (2, 4), (1,), (1, 4, 2), (2, 1, 2, 2), (1, 2, 2, 2)], ids=str
+)
+def test_shardings_on_abstract_meshes(shape):
+    """The width is split over fsdp and expert; heads, hidden units and vocabulary over tensor."""
+    mesh = mesh_of(*shape)
+    model = small_model(attention__num_heads=4, attention__num_kv_heads=2, d_model=32)
+    shardings = flatten(rules.parameter_shardings(model.infos, mesh))
     for path, info in flatten(model.infos).items():
-        expected = P(*("fsdp" if axis == "embed" else None for axis in info.axes))
-        assert shardings[path].spec == expected, path
         shard = shardings[path].shard_shape(info.shape)
-        split = fsdp if "embed" in info.axes else 1
-        assert jax.numpy.prod(jax.numpy.array(shard)) * split == info.size or not info.shape
+        for axis, length, part in zip(info.axes, info.shape, shard, strict=True):
+            split = 1
+            if axis == "embed":
+                split = mesh.shape["fsdp"] * mesh.shape["expert"]
+            elif axis in ON_TENSOR and length % mesh.shape["tensor"] == 0:
+                split = mesh.shape["tensor"]
+            assert part * split == length, (path, axis)
+
+
+def spec_of(axes, shape, mesh):
+    info = ParamInfo(axes, "matrix", (0,), (1,), False, shape, "float32")
+    return rules.parameter_spec(info, mesh, "w")
 
 
 def test_an_axis_that_does_not_divide_stays_whole():
-    info = ParamInfo(("embed", "hidden"), "matrix", (0,), (1,), False, (6, 8), "float32")
-    assert rules.parameter_spec(info, mesh_of(2, 4), "w") == P(None, None)
-    assert rules.parameter_spec(info, mesh_of(4, 2), "w") == P("fsdp", None)
+    assert spec_of(("embed", "hidden"), (6, 8), mesh_of(2, 4)) == P(None, None)
+    assert spec_of(("embed", "hidden"), (6, 8), mesh_of(4, 2)) == P("fsdp", None)
+    assert spec_of(("embed", "hidden"), (6, 8), mesh_of(2, 3, 4, 4)) == P("fsdp", "tensor")
+    assert spec_of(("embed", "kv_heads"), (9, 2), mesh_of(1, 3, 4, 2)) == P("fsdp", None)
+
+
+def test_experts_are_split_over_their_own_axis():
+    axes, mesh = ("layers", "expert", "embed", "hidden"), mesh_of(1, 2, 2, 4)
+    assert spec_of(axes, (3, 8, 16, 6), mesh) == P(None, "expert", "fsdp", "tensor")
+    assert spec_of(axes, (3, 6, 16, 6), mesh) == P(None, None, "fsdp", "tensor")
+    assert spec_of(("embed", "hidden"), (16, 6), mesh) == P(("fsdp", "expert"), "tensor")
+    assert spec_of(("hidden", "hidden"), (16, 16), mesh) == P("tensor", None)
 
 
 def test_an_axis_without_a_rule_is_refused_by_path():
@@ -105,8 +154,10 @@ def test_an_axis_without_a_rule_is_refused_by_path():
         rules.parameter_shardings({"a": {"b": info}}, mesh_of(2, 2))
 
 
-def test_batches_are_split_over_both_axes():
+def test_batches_are_split_over_all_axes_but_tensor():
     assert rules.batch_sharding(mesh_of(4, 2)).shard_shape((16, 9)) == (2, 9)
+    assert rules.batch_sharding(mesh_of(2, 1, 2, 2)).shard_shape((16, 9)) == (4, 9)
+    assert rules.batch_shards(mesh_of(3, 5, 2, 7)) == 105
 
 
 @pytest.mark.parametrize(
