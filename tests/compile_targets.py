@@ -10,6 +10,10 @@ import pytest
 from jax.experimental.topologies import get_topology_desc
 from jax.sharding import Mesh
 
+from nag_jax.sharding.rules import MESH_AXES
+
+SQUARE = (2, 2, 1, 1)
+
 # The facts of a Hopper GPU that the compiler asks for.
 H200 = """
 platform_name: "CUDA" device_description_str: "NVIDIA H200" dnn_version_info { major: 9 minor: 10 }
@@ -23,29 +27,36 @@ cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES } }
 """
 
 
-def _mesh(devices) -> Mesh:
-    return Mesh(np.array(devices).reshape(2, 2), ("data", "fsdp"))
+def tpu_mesh(topology: str = "v5e:2x2", shape: tuple[int, ...] = SQUARE) -> Mesh:
+    """v5e chips, with the given lengths of `MESH_AXES`."""
+    return _mesh(_tpus(topology), shape)
+
+
+def gpu_mesh(count: int = 4, shape: tuple[int, ...] = SQUARE) -> Mesh:
+    """H200 of one host, with the given lengths of `MESH_AXES`."""
+    return _mesh(_gpus(count), shape)
+
+
+def _mesh(devices: list, shape: tuple[int, ...]) -> Mesh:
+    return Mesh(np.array(devices).reshape(shape), MESH_AXES)
 
 
 # Devices of two calls count as different machines, so each topology is asked for once.
 @functools.cache
-def tpu_mesh() -> Mesh:
-    """Four v5e chips."""
+def _tpus(topology: str) -> list:
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu is not installed")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # tests run in several processes
     os.environ.setdefault("TPU_LOG_DIR", "disabled")
-    return _mesh(get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices)
+    return get_topology_desc(platform="tpu", topology_name=topology).devices
 
 
 @functools.cache
-def gpu_mesh() -> Mesh:
-    """Four H200 of one host."""
+def _gpus(count: int) -> list:
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         pytest.skip("jax-cuda13-plugin is not installed")
     if shutil.which("ptxas") is None and importlib.util.find_spec("nvidia.cuda_nvcc") is None:
         pytest.skip("no ptxas")
-    topology = get_topology_desc(
-        platform="cuda", target_config=H200.replace("\n", " "), topology="1x1x4"
-    )
-    return _mesh(topology.devices)
+    return get_topology_desc(
+        platform="cuda", target_config=H200.replace("\n", " "), topology=f"1x1x{count}"
+    ).devices

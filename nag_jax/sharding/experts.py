@@ -144,7 +144,7 @@ def run_experts(
         check_vma=False,
     )
     parts = mapped({name: weight[...] for name, weight in weights.items()}, x, chosen, shares)
-    return jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, (0,))
+    return jax.lax.reduce_sum(parts, (0,))  # in its dtype, where jnp.sum would send float32
 
 
 def _by_token(run: Callable, x: Array, chosen: Array, shares: Array, *rest) -> Array:
