@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 
 from nag_jax import config as config_lib
 from nag_jax.errors import UserError
+from nag_jax.training import processes
 
 FAILED = 1  # exit code of a run that could not go on
 MISTAKE = 2  # exit code for a user's mistake
@@ -46,6 +47,7 @@ def run(
     main: Callable[[ConfigDict | None, flags.FlagValues], int | None],
     *,
     takes_config: bool = True,
+    join: Callable[[flags.FlagValues], None] | None = None,
     argv: Sequence[str] | None = None,
 ) -> NoReturn:
     """Runs `main(config, flags)` and exits with its return value (None is 0).
@@ -59,38 +61,53 @@ def run(
       main: the binary; it defines its own flags with absl's `flags.DEFINE_*`.
       takes_config: whether `--config` is required. Where False, `main` gets None as config and
         `--config` is refused.
+      join: joins the other processes that the flags speak of, before anything else is done with
+        them, so that a mistake that one of them finds ends all.
       argv: the command line with the program's name, sys.argv by default.
     """
     argv = list(sys.argv if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # file names and generated text may be any characters
             stream.reconfigure(errors="backslashreplace")
+    sentence = None
     try:
-        code = _run(main, takes_config, argv)
+        code = _run(main, takes_config, join, argv)
         sys.stdout.flush()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = MISTAKE
-    except ImportError as error:
-        if not _is_raised_in(error, "fsspec"):
-            raise
-        print(f"error: a remote path needs another package: {error}", file=sys.stderr)
-        code = MISTAKE
-    except (MemoryError, RuntimeError) as error:
-        # As XLA says it on every device.
-        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        reason = str(error).partition("\n")[0] or "no more could be allocated"
-        print(f"failed: not enough memory: {reason}", file=sys.stderr)
-        code = FAILED
+        code, sentence = MISTAKE, f"error: {error}"
     except BrokenPipeError:
         # What is still buffered would fail again when the interpreter flushes it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = PIPE_CLOSED
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        code = INTERRUPTED
+        code, sentence = INTERRUPTED, "interrupted"
+    except Exception as error:
+        code, sentence = _unexpected(error)
+    processes.leave(code, sentence)
     sys.exit(code)
+
+
+def _unexpected(error: Exception) -> tuple[int, str]:
+    """The exit code and sentence of an exception that no part of the program raised as its own.
+
+    Raises:
+      Exception: the same, where this is the only process: a fault of the program, to be seen with
+        its traceback.
+    """
+    if isinstance(error, ImportError) and _is_raised_in(error, "fsspec"):
+        return MISTAKE, f"error: a remote path needs another package: {error}"
+    # As XLA says it on every device.
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    ):
+        reason = str(error).partition("\n")[0] or "no more could be allocated"
+        return FAILED, f"failed: not enough memory: {reason}"
+    if processes.is_lost_peer(error):
+        return FAILED, processes.lost_peer_sentence(error)
+    if processes.count() == 1:
+        raise error
+    traceback.print_exception(error)
+    return FAILED, f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _is_raised_in(error: BaseException, package: str) -> bool:
@@ -131,12 +148,19 @@ def take_apart(args: Sequence[str]) -> Arguments:
     return Arguments(config_file, overrides, wants_help, rest)
 
 
-def _run(main: Callable[..., int | None], takes_config: bool, argv: list[str]) -> int:
+def _run(
+    main: Callable[..., int | None],
+    takes_config: bool,
+    join: Callable[[flags.FlagValues], None] | None,
+    argv: list[str],
+) -> int:
     arguments = take_apart(argv[1:])
     if arguments.wants_help:
         print(_help(main.__globals__.get("__doc__"), takes_config, argv[0], arguments))
         return 0
     parsed = _parse_flags([argv[0], *arguments.rest])
+    if join is not None:
+        join(parsed)
     if not takes_config:
         if arguments.config_file is not None or arguments.overrides:
             raise UserError("this program takes no --config: it uses the one in the checkpoint")

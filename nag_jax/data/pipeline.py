@@ -1,4 +1,4 @@
-"""Batches: rows shuffled anew each epoch, read ahead by threads, sliced over processes.
+"""Batches: rows shuffled anew each epoch, read ahead by threads, shared out among processes.
 
 The row at position p of training is a function of the seed and p alone, whatever the batch size,
 the number of processes or where a run was resumed; so the position to save is the number of rows
@@ -23,19 +23,18 @@ _THREADS = 4
 
 
 class TrainingStream(Iterator[Batch]):
-    """Endless batches of one process's slice of each global batch.
+    """Endless batches: all rows of each global batch, or those that one process needs.
 
-    A batch holds tokens and segment_ids, int32 [B / processes, T + 1], and valid, bool of the same
-    shape, False at padding.
+    A batch holds tokens and segment_ids, int32 [rows, T + 1], and valid, bool of the same shape,
+    False at padding.
 
     Args:
       rows: the training rows, by index.
       seed: decides the order.
       start_row: position of the first row, counted over all processes since training began.
       batch_size: B, rows in a global batch.
-      process_index: this process; it gets the `process_index`-th contiguous slice of each batch.
-      process_count: number of processes; divides `batch_size`.
       prefetch: rows read ahead by threads; 0 reads when asked.
+      local_rows: which of the B rows to read, ascending; all by default.
     """
 
     def __init__(
@@ -44,25 +43,16 @@ class TrainingStream(Iterator[Batch]):
         seed: int,
         start_row: int,
         batch_size: int,
-        process_index: int = 0,
-        process_count: int = 1,
         prefetch: int = 256,
+        local_rows: Sequence[int] | None = None,
     ):
-        if batch_size % process_count:
-            raise UserError(
-                f"train.batch_size={batch_size} is not a multiple of the {process_count} processes"
-            )
         if not len(rows):
             raise UserError("there is no training row")
         self._num_rows = len(rows)
-        local = batch_size // process_count
-        slices = _Slices(
-            grain.MapDataset.source(rows).shuffle(seed=_shuffle_seed(seed)),
-            start_row + process_index * local,
-            batch_size,
-            local,
-        )
-        ahead = -(-prefetch // local)  # in batches
+        offsets = range(batch_size) if local_rows is None else local_rows
+        shuffled = grain.MapDataset.source(rows).shuffle(seed=_shuffle_seed(seed))
+        slices = _Slices(shuffled, start_row, batch_size, [int(row) for row in offsets])
+        ahead = -(-prefetch // len(offsets))  # in batches
         options = grain.ReadOptions(num_threads=min(_THREADS, ahead), prefetch_buffer_size=ahead)
         self._batches = iter(grain.MapDataset.source(slices).to_iter_dataset(options))
 
@@ -90,10 +80,11 @@ class TrainingStream(Iterator[Batch]):
 
 
 class _Slices:
-    """Random access to a process's slices of the global batches, as grain reads a source."""
+    """Random access to some rows of each global batch, as grain reads a source."""
 
-    def __init__(self, shuffled: Any, first: int, stride: int, size: int):
-        self._shuffled, self._first, self._stride, self._size = shuffled, first, stride, size
+    def __init__(self, shuffled: Any, first: int, stride: int, offsets: Sequence[int]):
+        self._shuffled, self._first, self._stride = shuffled, first, stride
+        self._offsets = offsets
 
     def __len__(self) -> int:
         return 2**48  # endless, within what grain counts
@@ -101,7 +92,7 @@ class _Slices:
     def __getitem__(self, index: int) -> Batch:
         begin = self._first + index * self._stride
         # Past its length the shuffled data set goes on into the next epoch, in a new order.
-        return _stack([self._shuffled[i] for i in range(begin, begin + self._size)])
+        return _stack([self._shuffled[begin + offset] for offset in self._offsets])
 
 
 def _shuffle_seed(seed: int) -> int:
@@ -116,37 +107,24 @@ def _stack(rows: Sequence[dict[str, np.ndarray]], keys: Sequence[str] = ()) -> B
     return batch
 
 
-def evaluation_batches(
-    rows: Sequence[dict[str, np.ndarray]],
-    batch_size: int,
-    process_index: int = 0,
-    process_count: int = 1,
-) -> Iterator[Batch]:
+def evaluation_batches(rows: Sequence[dict[str, np.ndarray]], batch_size: int) -> Iterator[Batch]:
     """Every row once, in order; the last batch is filled with rows that are padding throughout.
+
+    Every process reads them all: the validation set is small, and scores belong to documents,
+    which must be known everywhere.
 
     Args:
       rows: with documents, as the store's validation rows.
-      batch_size: rows in a global batch.
-      process_index: this process; it gets the `process_index`-th contiguous slice.
-      process_count: number of processes; divides `batch_size`.
+      batch_size: B, rows in a batch.
 
     Yields:
-      tokens, segment_ids and documents, int32 [B / processes, T + 1], and valid, bool.
+      tokens, segment_ids and documents, int32 [B, T + 1], and valid, bool.
     """
-    if batch_size % process_count:
-        raise UserError(
-            f"evaluation.batch_size={batch_size} is not a multiple of the {process_count} processes"
-        )
-    local = batch_size // process_count
-    for begin in range(process_index * local, _ceil(len(rows), batch_size), batch_size):
-        present = [rows[i] for i in range(begin, min(begin + local, len(rows)))]
+    for begin in range(0, len(rows), batch_size):
+        present = [rows[i] for i in range(begin, min(begin + batch_size, len(rows)))]
         empty = {
             "tokens": np.zeros(rows.row_length + 1, np.int32),
             "segment_ids": np.zeros(rows.row_length + 1, np.int32),
             "documents": np.full(rows.row_length + 1, -1, np.int32),
         }
-        yield _stack(present + [empty] * (local - len(present)), ("documents",))
-
-
-def _ceil(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+        yield _stack(present + [empty] * (batch_size - len(present)), ("documents",))

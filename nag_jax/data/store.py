@@ -100,7 +100,7 @@ def prepare(data_config: Any, *, progress: bool = True) -> PreparedData:
     folder = cache / "rows" / content_hash([*settings, listing])
     if not (folder / STORE_FILE).exists():
         partial = cache / "partial" / content_hash(settings)
-        with _lock(cache, partial.name):
+        with _lock(cache, partial.name, progress):
             if not (folder / STORE_FILE).exists():
                 build_rows(config, source, split, tokenizer, partial, progress)
                 with named_errors(folder):
@@ -176,7 +176,7 @@ def _cache_folder(path: str) -> epath.Path:
 
 
 @contextlib.contextmanager
-def _lock(cache: epath.Path, name: str) -> Iterator[None]:
+def _lock(cache: epath.Path, name: str, progress: bool) -> Iterator[None]:
     """Lets one process at a time make what is called `name`; the system frees it if it dies."""
     path = cache / "locks" / name
     with named_errors(path):
@@ -185,7 +185,8 @@ def _lock(cache: epath.Path, name: str) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print("waiting for another process that prepares the same data", file=sys.stderr)
+            if progress:
+                print("waiting for another process that prepares the same data", file=sys.stderr)
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
@@ -207,7 +208,7 @@ def _tokenizer(
     name = content_hash([*key, _plain(config.tokenizer)])
     folder = cache / "tokenizers" / name
     if not folder.exists():
-        with _lock(cache, name):
+        with _lock(cache, name, progress):
             if not folder.exists():
                 reading = Reading(source, split, splits.ValidationSet(1))
                 title = f"training the tokenizer on {config.source.kind}"

@@ -28,7 +28,7 @@ from etils import epath
 import nag_jax
 from nag_jax.errors import UserError
 from nag_jax.training import manifest as manifest_lib
-from nag_jax.training import tree_paths
+from nag_jax.training import processes, tree_paths
 from nag_jax.training.manifest import Damaged
 from nag_jax.training.tree_paths import PyTree
 
@@ -274,10 +274,33 @@ class CheckpointReader:
         return tree_paths.unnest(restored)
 
 
-class Checkpoints(CheckpointReader):
+class AgreedReader(CheckpointReader):
+    """Reads the checkpoints of a run of several processes, who make one each and call it alike.
+
+    Process 0 looks at the folder, compares checksums and decides what is damaged for all.
+    """
+
+    def __init__(self, folder: epath.PathLike, *, checksums: bool = True, say: Say = print):
+        """As `CheckpointReader`."""
+        checksums = checksums and processes.index() == 0
+        super().__init__(folder, checksums=checksums, say=say)
+
+    def is_empty(self) -> bool:
+        """As `CheckpointReader.is_empty`."""
+        return processes.from_first(super().is_empty)
+
+    def newest(self, items: Collection[str] = ()) -> int:
+        """As `CheckpointReader.newest`."""
+        find = super().newest
+        step, self._damaged = processes.from_first(lambda: (find(items), self._damaged))
+        return step
+
+
+class Checkpoints(AgreedReader):
     """Writes checkpoints asynchronously and deletes those that no rule keeps.
 
-    Every process of a run makes one and calls it alike; process 0 writes the documents and deletes.
+    Every process of a run makes one and calls it alike, and each writes its part of the arrays;
+    process 0 writes the documents, ends the checkpoint with its manifest, and deletes.
     """
 
     def __init__(
@@ -313,13 +336,7 @@ class Checkpoints(CheckpointReader):
         self._keep_best = keep_best
         self._keep_steps = frozenset(keep_steps)
         self._keep_log_spaced = keep_log_spaced
-        self._primary = jax.process_index() == 0
-        if self._primary:
-            _require_writable(self.folder)
-            self._clear_leftovers()
-        self._metrics: dict[int, float | None] = {
-            step: manifest_lib.read(self._path(step), step)["metric"] for step in self.steps()
-        }
+        self._metrics: dict[int, float | None] = processes.from_first(self._take_over)
         self._versions = _versions()
         self._sealer = _SealingHandler()
         self._checkpointer = ocp.AsyncCheckpointer(self._sealer)
@@ -449,7 +466,7 @@ class Checkpoints(CheckpointReader):
         self._pending = None
         for step in self._metrics.keys() - self._damaged.keys() - self._kept():
             del self._metrics[step]
-            if self._primary:
+            if processes.index() == 0:
                 self._delete(step)
 
     def _kept(self) -> set[int]:
@@ -467,6 +484,12 @@ class Checkpoints(CheckpointReader):
             doomed.rmtree()
         except OSError as error:
             self._say(f"Could not delete the old checkpoint of step {step}: {error}.")
+
+    def _take_over(self) -> dict[int, float | None]:
+        """Makes the folder ready for this run; the metrics of the complete steps in it."""
+        _require_writable(self.folder)
+        self._clear_leftovers()
+        return {step: manifest_lib.read(self._path(step), step)["metric"] for step in self.steps()}
 
     def _clear_leftovers(self) -> None:
         for path in self.folder.iterdir():

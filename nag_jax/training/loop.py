@@ -1,15 +1,14 @@
 """The training loop: from a config and a folder to a finished, stopped or failed run.
 
 It owns the order of things (rows, step, metrics one step late, evaluation, checkpoint) and nothing
-of how each is done.
+of how each is done. Every process of a run goes through it alike.
 """
 
 import contextlib
 import dataclasses
-import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,15 +22,17 @@ from nag_jax import contracts
 from nag_jax.analysis.flops import training_flops
 from nag_jax.config import validate_devices
 from nag_jax.data import pipeline, store
+from nag_jax.dotted import flatten
 from nag_jax.evals.bits_per_byte import Evaluation, make_evaluator
 from nag_jax.models.transformer import LanguageModel, build_model
 from nag_jax.optim import build_optimizer
 from nag_jax.sharding import rules
 from nag_jax.sharding.mesh import make_mesh
-from nag_jax.training import start
+from nag_jax.training import processes, start
+from nag_jax.training.batches import local_rows, place_batch
 from nag_jax.training.checkpoints import (
     FOLDER_NAME,
-    CheckpointReader,
+    AgreedReader,
     Checkpoints,
     SaveFailed,
     absolute,
@@ -42,7 +43,8 @@ from nag_jax.training.metrics import MetricsWriter
 from nag_jax.training.progress import Progress, measure_matmul_peak
 from nag_jax.training.state import TrainState
 from nag_jax.training.step import jit_train_step, train_step
-from nag_jax.training.workdir import only_run, require_possible
+from nag_jax.training.stop import StopRequest
+from nag_jax.training.workdir import only_run, require_possible, require_shared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,42 +62,12 @@ class Outcome:
     evaluation: Evaluation | None
 
 
-class StopRequest:
-    """Notes SIGTERM and SIGINT while a run is on; a second SIGINT interrupts at once."""
-
-    def __init__(self):
-        self.signal: int | None = None
-
-    def __bool__(self) -> bool:
-        return self.signal is not None
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Installs the handlers, and puts the old ones back at the end."""
-
-        def note(number, frame):
-            if number == signal.SIGINT and self.signal is not None:
-                raise KeyboardInterrupt
-            self.signal = number
-            again = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
-            line = f"{signal.Signals(number).name}: stopping after this step{again}.\n"
-            # Not print: the signal may have come in the midst of one, which cannot be entered
-            # twice.
-            with contextlib.suppress(OSError):
-                os.write(1, line.encode())
-
-        old = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
-
-
 def train(
     config: ConfigDict, workdir: epath.PathLike, init_from: start.InitFrom | None = None
 ) -> Outcome:
     """Trains, or goes on where the folder's newest checkpoint stands.
+
+    To be called on every process alike.
 
     Args:
         config: Complete, validated config.
@@ -116,12 +88,16 @@ def train(
     devices = jax.devices()
     validate_devices(config, len(devices))
     implementations(config)  # raises where one that the config insists on cannot serve
+    _require_same_everywhere(config, init_from)
     # All that can be refused is refused before the folder is touched.
-    require_possible(workdir)
+    processes.agreed(lambda: require_possible(workdir))
     # What is damaged is told when the folder is opened to go on from it.
-    reader = CheckpointReader(workdir / FOLDER_NAME, say=lambda text: None)
+    reader = AgreedReader(workdir / FOLDER_NAME, say=lambda text: None)
     start.check_start(reader, config, init_from)
-    prepared = store.prepare(config.data)
+    # One after the other, so that a shared cache folder is filled once.
+    first = processes.index() == 0
+    prepared = processes.first_before_others(lambda: store.prepare(config.data, progress=first))
+    processes.require_same("the corpus", {"its fingerprint": prepared.fingerprint})
     start.check_rows(reader, config, init_from, prepared)
     for line in prepared.summary_lines():
         print(line)
@@ -130,12 +106,12 @@ def train(
     optimizer, schedule = build_optimizer(config.optimizer, config.train.steps, model.infos)
     print_header(config, model, optimizer, mesh)
     with contextlib.ExitStack() as stack:
-        if jax.process_index() == 0:
-            stack.enter_context(only_run(workdir))
+        processes.from_first(lambda: stack.enter_context(only_run(workdir)))
         keep = ("keep_last", "keep_best", "keep_steps", "keep_log_spaced")
         checkpoints = Checkpoints(
             workdir / FOLDER_NAME, **{name: config.checkpoint[name] for name in keep}
         )
+        require_shared(workdir / FOLDER_NAME)
         state, position = start.start_state(
             checkpoints, config, model, optimizer, mesh, prepared, init_from
         )
@@ -154,6 +130,15 @@ def train(
         stretch = _Stretch(config, workdir, checkpoints, prepared, mesh, model, position)
         with stretch.stop.listening(), jax.set_mesh(mesh):
             return stretch.run(state, jit_train_step(function, model, optimizer, mesh))
+
+
+def _require_same_everywhere(config: ConfigDict, init_from: start.InitFrom | None) -> None:
+    """Refuses processes that were not started with the same command and the same packages."""
+    values = flatten(config.to_dict())
+    for name in ("cache_folder", "workers"):  # a machine's own affair
+        values.pop(f"data.{name}")
+    values |= {"--init_from": init_from, "the version of jax": jax.__version__}
+    processes.require_same("config and flags", values)
 
 
 def _probe(config: ConfigDict, model: LanguageModel, state: TrainState, mesh: Mesh) -> None:
@@ -181,12 +166,13 @@ class _Stretch:
         self.prepared = prepared
         self.step, self.rows = position.step, position.rows_consumed
         self.first_step, self.earlier_age = position.step, position.age - position.step
-        self.stop = StopRequest()
+        self.stop = StopRequest(mesh)
         self.sharding = rules.batch_sharding(mesh)
         self.evaluate = make_evaluator(model, mesh, config.evaluation.batch_size)
         self.evaluation: Evaluation | None = None
         self.documents = start.checkpoint_documents(config, prepared, mesh)
         peak = config.train.peak_flops or measure_matmul_peak(config.model.compute_dtype)
+        processes.describe_saved(self._saved)
         try:
             self.writer = MetricsWriter(
                 workdir,
@@ -232,25 +218,19 @@ class _Stretch:
         config = self.config
         late: tuple[int, dict[str, Any]] | None = None
         step_function = self._compile(step_function, state)
+        size = config.train.batch_size
+        rows = local_rows(self.sharding, size)
         stream = pipeline.TrainingStream(
-            self.prepared.train,
-            config.seed,
-            self.rows,
-            config.train.batch_size,
-            jax.process_index(),
-            jax.process_count(),
-            config.data.prefetch_rows,
+            self.prepared.train, config.seed, self.rows, size, config.data.prefetch_rows, rows
         )
         with stream, _Profiler(config, self.workdir / "profile", self.first_step) as profiler:
             while self.step < config.train.steps and not self.stop:
                 profiler.before(self.step)
-                batch = {
-                    name: jax.make_array_from_process_local_data(self.sharding, x)
-                    for name, x in next(stream).items()
-                }
+                batch = place_batch(self.sharding, size, rows, next(stream))
                 state, metrics = step_function(state, batch)
+                self.stop.exchange()
                 self.step += 1
-                self.rows += config.train.batch_size
+                self.rows += size
                 # The metrics of the step before are ready by now: reading them keeps the device
                 # busy with this one.
                 if late is not None:
@@ -379,7 +359,8 @@ class _Profiler:
         self.folder = folder
         begin = config.train.profile_start
         # A run that goes on after its window has its profile already.
-        self.begin = begin if begin >= max(first_step, 0) else None
+        wanted = begin >= max(first_step, 0) and processes.index() == 0
+        self.begin = begin if wanted else None
         self.end = None if self.begin is None else self.begin + config.train.profile_steps
         self.running = False
 

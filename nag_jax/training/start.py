@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 from etils import epath
 from jax.sharding import Mesh
@@ -20,7 +20,9 @@ from nag_jax import config as config_lib
 from nag_jax.errors import UserError
 from nag_jax.models.transformer import LanguageModel
 from nag_jax.parameters import flatten
+from nag_jax.training import processes
 from nag_jax.training.checkpoints import (
+    AgreedReader,
     CheckpointReader,
     Checkpoints,
     find_checkpoint,
@@ -278,8 +280,8 @@ def _branch(state: TrainState, init_from: InitFrom, prepared: Any) -> tuple[Trai
 
 def _source(init_from: InitFrom) -> tuple[CheckpointReader, int | None]:
     """The reader of the other run's checkpoints, and the step asked for."""
-    folder, step_in_path = find_checkpoint(init_from.path)
-    source = CheckpointReader(folder)
+    folder, step_in_path = processes.agreed(lambda: find_checkpoint(init_from.path))
+    source = AgreedReader(folder)
     if None not in (init_from.step, step_in_path) and init_from.step != step_in_path:
         raise UserError(
             f"--init_from asks for step {init_from.step}, but {init_from.path} is step "
@@ -307,7 +309,7 @@ def _rewind_schedules(opt_state: Any) -> Any:
         return isinstance(node, optax.ScaleByScheduleState)
 
     return jax.tree.map(
-        lambda node: node._replace(count=jnp.zeros_like(node.count)) if is_schedule(node) else node,
+        lambda node: node._replace(count=_placed(0, node.count)) if is_schedule(node) else node,
         opt_state,
         is_leaf=is_schedule,
     )
@@ -331,12 +333,12 @@ def _position(documents: dict[str, bytes]) -> Position:
 
 def _counters(position: Position, like: TrainState) -> dict[str, jax.Array]:
     """The counters of a state at a position, placed as those of `like`."""
-    return {
-        name: jax.device_put(
-            jnp.asarray(getattr(position, name), jnp.int32), getattr(like, name).sharding
-        )
-        for name in ("step", "age")
-    }
+    return {name: _placed(getattr(position, name), getattr(like, name)) for name in ("step", "age")}
+
+
+def _placed(value: int, like: Any) -> jax.Array:
+    """A whole number with the dtype and the place of another array, on every process alike."""
+    return jax.make_array_from_callback((), like.sharding, lambda _: np.asarray(value, like.dtype))
 
 
 def restore_folder(documents: dict[str, bytes], prefix: str, folder: epath.Path) -> None:

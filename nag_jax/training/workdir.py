@@ -3,11 +3,13 @@
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 
 from etils import epath
 
 from nag_jax.errors import UserError
+from nag_jax.training import processes
 
 
 def require_possible(workdir: epath.Path) -> None:
@@ -56,3 +58,40 @@ def only_run(workdir: epath.Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def require_shared(folder: epath.Path) -> None:
+    """Refuses a folder that is not one and the same for all processes, who save into it together.
+
+    Args:
+        folder: A folder that process 0 has made.
+
+    Raises:
+        UserError: On every process, if one does not see what process 0 writes there, or cannot
+            write there itself.
+    """
+    if processes.count() == 1:
+        return
+    name = processes.from_first(lambda: f".shared-{time.time_ns()}")
+    own = folder / f"{name}-{processes.index()}"
+
+    def look():
+        try:
+            own.write_text("")
+            # Network file systems may take a while to show a new file.
+            for _ in range(50):
+                if (folder / f"{name}-0").exists():
+                    return
+                time.sleep(0.2)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
+        raise UserError(
+            f"{folder} is not the folder that process 0 writes: --workdir must lie on storage "
+            "that all processes share"
+        )
+
+    try:
+        processes.first_before_others(look)
+    finally:
+        with contextlib.suppress(OSError):
+            own.unlink()
