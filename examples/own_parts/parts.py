@@ -44,7 +44,7 @@ class LinearAttention(nnx.Module):
 
     def __call__(self, x, keep, context):
         def project(site, weight):
-            y = contract(f"attention/{site}", x, weight[...], self.numerics)
+            y = contract(f"attention/{site}", x, weight, self.numerics)
             return y.astype(self.numerics.statistics_dtype)
 
         q, k = nnx.elu(project("query", self.query)) + 1, nnx.elu(project("key", self.key)) + 1
@@ -62,7 +62,7 @@ class LinearAttention(nnx.Module):
             if not cache.prefill:
                 out = einsum("bthf,bhfe->bthe", q, memory)
         y = out[..., :-1] / out[..., -1:]
-        y = contract("attention/output", y, self.output[...], self.numerics, inputs=2)
+        y = contract("attention/output", y, self.output, self.numerics, inputs=2)
         return BranchOut(y, cache=cache)
 
 

@@ -154,7 +154,7 @@ class SoftmaxAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T H h"], Float[Array, "B T K h"], Float[Array, "B T K h"]]:
         """x times the weights of query, key and value."""
         return tuple(
-            contract(f"attention/{site}", x, getattr(self, site)[...], self.numerics)
+            contract(f"attention/{site}", x, getattr(self, site), self.numerics)
             for site in ("query", "key", "value")
         )
 
@@ -203,9 +203,7 @@ class SoftmaxAttention(nnx.Module):
             )
         else:
             out = attend_to_cache(grouped, cache)
-        y = contract(
-            "attention/output", out.reshape(q.shape), self.output[...], self.numerics, inputs=2
-        )
+        y = contract("attention/output", out.reshape(q.shape), self.output, self.numerics, inputs=2)
         return BranchOut(y, cache=cache)
 
 

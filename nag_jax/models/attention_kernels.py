@@ -7,7 +7,6 @@ here their inputs are laid out, padded with zeros where they ask for it, and spl
 
 import functools
 import importlib.util
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from nag_jax.errors import UserError
 from nag_jax.models.chunked_attention import SAVED_NAMES, chunked_attention
-from nag_jax.sharding.rules import BATCH_AXES
+from nag_jax.sharding.rules import BATCH_AXES, batch_shards
 
 LANES = 128
 
@@ -147,7 +146,8 @@ def attend(
         packed=packed,
     )
     if not choice.fused:
-        return chunked_attention(q, k, v, segment_ids, chunk)
+        run = functools.partial(chunked_attention, chunk=chunk)
+        return _per_device(run, q, k, v, segment_ids)
     return _per_device(KERNELS[choice.name].run, q, k, v, segment_ids if packed else None)
 
 
@@ -158,14 +158,40 @@ def platform_in_use() -> str:
 
 
 def _per_device(run: Callable, q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
-    """Runs a kernel, which the partitioner cannot split, on each device's rows of the batch."""
+    """Runs attention on each device's rows of the batch and its own heads.
+
+    Kernels the partitioner cannot split, and the chunked loops it would. Where there are fewer
+    key-value heads than devices that share heads, all have them whole and each takes the one that
+    its query heads read.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if mesh.empty or mesh.size == 1:
         return run(q, k, v, segment_ids)
-    devices = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    rows = P(BATCH_AXES) if q.shape[0] % devices == 0 else P()
-    mapped = jax.shard_map(run, in_specs=rows, out_specs=rows, check_vma=False)
-    return mapped(q, k, v, segment_ids)
+    rows = BATCH_AXES if q.shape[0] % batch_shards(mesh) == 0 else None
+    kv_heads, group = q.shape[2:4]
+    parts = mesh.shape["tensor"]
+    ids = P(rows)
+    if kv_heads % parts == 0:
+        heads = P(rows, None, "tensor")
+        mapped = jax.shard_map(
+            run, in_specs=(heads, heads, heads, ids), out_specs=heads, check_vma=False
+        )
+        return mapped(q, k, v, segment_ids)
+    if parts % kv_heads or (kv_heads * group) % parts:
+        mapped = jax.shard_map(run, in_specs=(ids,) * 4, out_specs=ids, check_vma=False)
+        return mapped(q, k, v, segment_ids)
+
+    def on_one_head(q, k, v, segment_ids):
+        own = jax.lax.axis_index("tensor") * kv_heads // parts
+        k, v = (jax.lax.dynamic_slice_in_dim(x, own, 1, axis=2) for x in (k, v))
+        return run(q[:, :, None], k, v, segment_ids)[:, :, 0]
+
+    heads = P(rows, None, "tensor")
+    mapped = jax.shard_map(
+        on_one_head, in_specs=(heads, ids, ids, ids), out_specs=heads, check_vma=False
+    )
+    flat = q.reshape(*q.shape[:2], -1, q.shape[-1])
+    return mapped(flat, k, v, segment_ids).reshape(q.shape)
 
 
 def _pad(x: Array, axis: int, multiple: int, value: int = 0) -> Array:

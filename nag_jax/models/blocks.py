@@ -367,7 +367,8 @@ class Transformer(nnx.Module):
 
     def logits_of(self) -> Callable[[Array, Array], Array]:
         """The decoding function of some time steps, over the padded vocabulary."""
-        matrix = rules.gather_weight(self.ends.decode_matrix(self.table.rows[...]))
+        matrix = self.ends.decode_matrix(self.table.rows[...])
+        matrix = rules.gather_weight(matrix, ("vocabulary", "embed"))
         return lambda hidden, log_scale: self.ends.decode(hidden, log_scale, matrix)
 
 

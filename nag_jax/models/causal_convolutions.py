@@ -81,11 +81,18 @@ class HeadConvolutions(nnx.Module):
         self.grouped_bias = declare(uniform(heads, inputs), axes, "bias")
 
     def __call__(
-        self, z: Float[Array, "B T N h"], positions: Int[Array, "B T"] | None
+        self, z: Float[Array, "B T N h"], positions: Int[Array, "B T"] | None, first: int = 0
     ) -> Float[Array, "B T N h"]:
-        """Convolves every document of every row; `positions` as in `earlier`."""
+        """Convolves every document of every row.
+
+        Args:
+            z: Heads, all or some of them.
+            positions: As in `earlier`.
+            first: Which head the first one of `z` is.
+        """
         dtype = self.numerics.dtype
-        depthwise, grouped = self.depthwise[...], self.grouped[...]
+        heads = slice(first, first + z.shape[2])
+        depthwise, grouped = self.depthwise[:, heads], self.grouped[:, heads]
         # Heads lead, because XLA's CPU backend is slow at products with a batch axis elsewhere.
         z = jnp.transpose(z.astype(dtype), (2, 0, 1, 3))
         weights = depthwise.astype(dtype)[:, :, None, None]
@@ -98,8 +105,8 @@ class HeadConvolutions(nnx.Module):
             self.numerics,
         )
         # The first bias reaches every output, at a document's start too, so it is a constant.
-        bias = self.grouped_bias[...] + jnp.einsum(
-            "nh,lnhg->ng", self.depthwise_bias[...], grouped, precision=PRECISION
+        bias = self.grouped_bias[heads] + jnp.einsum(
+            "nh,lnhg->ng", self.depthwise_bias[heads], grouped, precision=PRECISION
         )
         return jnp.transpose(y, (1, 2, 0, 3)) + bias.astype(dtype)
 

@@ -97,41 +97,51 @@ class CompressedConvolutionalAttention(SoftmaxAttention):
     ) -> BranchOut:
         """Attends to earlier tokens of the same document."""
         q, k, v = self.projections(x)
-        convolved, cache = self._convolved(jnp.concatenate([q, k], axis=2), context, context.cache)
+        convolved_q, convolved_k, cache = self._convolved(q, k, context, context.cache)
         v, cache = self._two_streams(v, context, cache)
 
         by_group = q.reshape(*k.shape[:3], -1, self.head_dim)
         mean_q = (by_group + k[:, :, :, None]) / 2
-        q = _normalised(convolved[:, :, : self.num_heads] + mean_q.reshape(q.shape))
-        k = _normalised(convolved[:, :, self.num_heads :] + jnp.mean(mean_q, axis=3))
+        q = _normalised(convolved_q + mean_q.reshape(q.shape))
+        k = _normalised(convolved_k + jnp.mean(mean_q, axis=3))
         k = k * jnp.exp(self.log_temperature[...].astype(k.dtype))[:, None]
         return self.attend(q.astype(v.dtype), k.astype(v.dtype), v, context, cache)
 
     def _convolved(
-        self, z: Float[Array, "B T N h"], context: Context, cache: LayerCache | None
-    ) -> tuple[Float[Array, "B T N h"], LayerCache | None]:
+        self,
+        q: Float[Array, "B T H h"],
+        k: Float[Array, "B T K h"],
+        context: Context,
+        cache: LayerCache | None,
+    ) -> tuple[Float[Array, "B T H h"], Float[Array, "B T K h"], LayerCache | None]:
         """The convolutions of [q0; k0], and the cache with its last columns."""
-        if cache is not None and not cache.prefill:
-            convolved, columns = self.convolutions.step(z, cache.read("columns"))
-            return convolved, cache.replace("columns", columns)
         positions = _positions_to_mask(context)
         if cache is not None:
-            columns = self.convolutions.last_columns(z, positions)
-            cache = cache.replace("columns", columns)
-        return self.convolutions(z, positions), cache
+            z = jnp.concatenate([q, k], axis=2)
+            if not cache.prefill:
+                convolved, columns = self.convolutions.step(z, cache.read("columns"))
+                q, k = jnp.split(convolved, [self.num_heads], axis=2)
+                return q, k, cache.replace("columns", columns)
+            cache = cache.replace("columns", self.convolutions.last_columns(z, positions))
+        # Apart, because heads side by side would be split over devices in other places.
+        q = self.convolutions(q, positions)
+        return q, self.convolutions(k, positions, first=self.num_heads), cache
 
     def _two_streams(
         self, v: Float[Array, "B T K h"], context: Context, cache: LayerCache | None
     ) -> tuple[Float[Array, "B T K h"], LayerCache | None]:
         """Values whose second half is the previous token's, and the cache with the last token's."""
-        current, delayed = jnp.split(v.reshape(*v.shape[:2], -1), 2, axis=-1)
+        flat = v.reshape(*v.shape[:2], -1)
+        half = flat.shape[-1] // 2
         if cache is not None and not cache.prefill:
             previous = cache.read("delayed")[:, None].astype(v.dtype)
+            previous = jnp.pad(previous, ((0, 0), (0, 0), (half, 0)))
         else:
-            previous = earlier(delayed, 1, _positions_to_mask(context))
+            previous = earlier(flat, 1, _positions_to_mask(context))
         if cache is not None:
-            cache = cache.replace("delayed", delayed[:, -1])
-        return jnp.concatenate([current, previous], axis=-1).reshape(v.shape), cache
+            cache = cache.replace("delayed", flat[:, -1, half:])
+        # A choice by column, because halves would be split over devices in other places.
+        return jnp.where(jnp.arange(2 * half) < half, flat, previous).reshape(v.shape), cache
 
 
 def _positions_to_mask(context: Context) -> Array | None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from nag_jax.models.linear import Numerics
+from nag_jax.models.linear import Numerics, gathered
 from nag_jax.parameters import declare
 from nag_jax.sharding import rules
 
@@ -37,5 +37,5 @@ class TokenTable(nnx.Module):
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
         """Looks tokens up, in the stored precision."""
         return rules.constrain(
-            jnp.take(rules.gather_weight(self.rows[...]), tokens, axis=0), "batch", None, None
+            jnp.take(gathered(self.rows, self.rows.dtype), tokens, axis=0), "batch", None, None
         )

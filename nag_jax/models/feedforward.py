@@ -44,8 +44,8 @@ class MLP(nnx.Module):
         self, x: Float[Array, "B T d"], keep: Bool[Array, "B T"] | None, context: Context
     ) -> BranchOut:
         """Applies the layer to every token."""
-        up = contract("feedforward/up", x, self.up[...], self.numerics)
-        y = contract("feedforward/down", jax.nn.gelu(up), self.down[...], self.numerics)
+        up = contract("feedforward/up", x, self.up, self.numerics)
+        y = contract("feedforward/down", jax.nn.gelu(up), self.down, self.numerics)
         return BranchOut(y)
 
 
@@ -74,7 +74,7 @@ class SwiGLU(nnx.Module):
         self, x: Float[Array, "B T d"], keep: Bool[Array, "B T"] | None, context: Context
     ) -> BranchOut:
         """Applies the layer to every token."""
-        gate = contract("feedforward/gate", x, self.gate[...], self.numerics)
-        up = contract("feedforward/up", x, self.up[...], self.numerics)
-        y = contract("feedforward/down", jax.nn.silu(gate) * up, self.down[...], self.numerics)
+        gate = contract("feedforward/gate", x, self.gate, self.numerics)
+        up = contract("feedforward/up", x, self.up, self.numerics)
+        y = contract("feedforward/down", jax.nn.silu(gate) * up, self.down, self.numerics)
         return BranchOut(y)

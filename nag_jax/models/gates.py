@@ -66,7 +66,7 @@ class NormModulator(nnx.Module):
     def __call__(self, direction: Float[Array, "B T d"]) -> Gate:
         """Reads the gate of every token, in at least float32."""
         dtype = self.numerics.statistics_dtype
-        z = contract("gate/directions", direction, self.weight[...], self.numerics, dtype=dtype)
+        z = contract("gate/directions", direction, self.weight, self.numerics, dtype=dtype)
         mixture = jax.nn.softmax(self.mixture_logits[...].astype(dtype))
         total = jax.nn.sigmoid(z + self.bias[...].astype(dtype)) @ mixture
         clamped = jnp.maximum(total, GATE_FLOOR)

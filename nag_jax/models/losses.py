@@ -44,10 +44,14 @@ def chunked_cross_entropy(
     def one(xs):
         hidden, log_scale, targets = xs
         logits = logits_of(hidden, log_scale)
-        logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
-        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        # Reductions alone: where the vocabulary is split over devices, no logit leaves its own.
+        tokens = jnp.arange(logits.shape[-1])
+        logits = jnp.where(tokens < vocab_size, logits, -jnp.inf)
+        chosen = jnp.sum(jnp.where(tokens == targets[..., None], logits, 0), axis=-1)
         nats = jax.nn.logsumexp(logits, axis=-1) - chosen
-        correct = jax.lax.stop_gradient(jnp.argmax(logits, axis=-1) == targets)
+        peak = jnp.max(logits, axis=-1, keepdims=True)
+        first = jnp.min(jnp.where(logits == peak, tokens, logits.shape[-1]), axis=-1)
+        correct = jax.lax.stop_gradient(first == targets)
         return nats, correct.astype(nats.dtype)
 
     if len(pieces[0]) == 1:

@@ -40,7 +40,7 @@ class LinearRouter(nnx.Module):
         """Reads the token alone."""
         del memo
         dtype = self.numerics.statistics_dtype
-        return RouterOut(contract("router", x, self.weight[...], self.numerics, dtype=dtype))
+        return RouterOut(contract("router", x, self.weight, self.numerics, dtype=dtype))
 
 
 class ZayaRouter(nnx.Module):
@@ -77,7 +77,7 @@ class ZayaRouter(nnx.Module):
         dtype = self.numerics.statistics_dtype
 
         def product(y: Array, w: nnx.Param) -> Array:
-            return contract("router", y, w[...], self.numerics, dtype=dtype)
+            return contract("router", y, w, self.numerics, dtype=dtype)
 
         state = product(x, self.down) + self.down_bias[...].astype(dtype)
         state = state + self.depth_scale[...].astype(dtype) * memo["state"]

@@ -141,6 +141,4 @@ def _pinned(w: jax.Array, spec: P) -> jax.Array:
     return jax.lax.with_sharding_constraint(w, spec)
 
 
-_pinned.defvjp(
-    lambda w, spec: (_pinned(w, spec), None), lambda spec, _, cotangent: (cotangent,)
-)
+_pinned.defvjp(lambda w, spec: (_pinned(w, spec), None), lambda spec, _, cotangent: (cotangent,))

@@ -75,7 +75,7 @@ class Diagonal(nnx.Module):
         self.weight, self.numerics = options.weight, numerics
 
     def __call__(self, x, keep, context):
-        y = contract("user/kernel", x, self.kernel[...], self.numerics)
+        y = contract("user/kernel", x, self.kernel, self.numerics)
         weight = None if self.weight == 0 else jnp.full(x.shape[:2], self.weight)
         return BranchOut(y, weight)
 
