@@ -74,11 +74,27 @@ def model(config) -> Any:
         str(built.infos),
         _program(built.init, jax.random.key(0)),
         _program(
-            lambda params, batch, step: built.evaluate_batch(params, batch, step, True),
+            lambda params, batch, step, balance: built.evaluate_batch(
+                params, batch, step, True, balance
+            ),
             _abstract(built),
             _batch(2, 12),
             jax.ShapeDtypeStruct((), jnp.int32),
+            built.balance_shapes,
         ),
+        _program(built.update_balance, built.balance_shapes, statistics_of(built)),
+    )
+
+
+def statistics_of(built) -> Any:
+    """Shapes of what a forward pass measures for the balance."""
+    return jax.eval_shape(
+        lambda params, batch, balance: built.evaluate_batch(params, batch, 0, False, balance)[
+            "statistics"
+        ],
+        _abstract(built),
+        _batch(2, 12),
+        built.balance_shapes,
     )
 
 
@@ -95,7 +111,8 @@ def gradient(config) -> str:
     built = model_of(config)
 
     def loss(params, batch):
-        return jnp.sum(built.evaluate_batch(params, batch, 0, False)["nats"])
+        out = built.evaluate_batch(params, batch, 0, False, built.initial_balance())
+        return jnp.sum(out["nats"])
 
     return _program(jax.grad(loss), _abstract(built), _batch(2, 12))
 

@@ -16,6 +16,7 @@ from nag_jax.values import parse
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 ARGUMENTS = {
+    "moe_small": ["", "smoke", "feedforward=moe_zaya"],
     "nag_adamw": ["", "smoke", "schedule=constant"],
     "own_data": [
         "source=text,tokenizer=bytes",
@@ -123,6 +124,13 @@ def refusal(call, *args, **kwargs):
     return sentence
 
 
+INTEGERS = (
+    "checkpoint.keep_steps",
+    "model.feedforward.num_experts",
+    "model.feedforward.top_k",
+)
+
+
 def other(key, value):
     """The text of another value of the same type, and that value."""
     if isinstance(value, bool):
@@ -133,7 +141,7 @@ def other(key, value):
         return str(value + 0.25), value + 0.25
     if isinstance(value, str):
         return "other", "other"
-    return ("7,8", (7, 8)) if key == "checkpoint.keep_steps" else ("b,c", ("b", "c"))
+    return ("7,8", (7, 8)) if key in INTEGERS else ("b,c", ("b", "c"))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=short)

@@ -82,6 +82,7 @@ LEAVES: dict[str, Leaf] = {
     "model.connection.beta_trainable": Leaf("false", "model"),
     "model.connection.encode_gain_init": Leaf("2", "model"),
     "model.connection.embedding_std": Leaf("0.5", "model"),
+    "model.connection.router_weight": Leaf("unit", "model", ("model.feedforward.kind=moe",)),
     "model.connection.head": Leaf("free", "model"),
     "model.connection.norm": Leaf("layer", "model"),
     "model.connection.norm_epsilon": Leaf("0.01", "model"),
@@ -101,6 +102,15 @@ LEAVES: dict[str, Leaf] = {
     "model.attention.depthwise_kernel": Leaf("3", "model"),
     "model.attention.grouped_kernel": Leaf("3", "model"),
     "model.feedforward.hidden": Leaf("12", "model"),
+    "model.feedforward.num_experts": Leaf("3,5", "model"),
+    "model.feedforward.top_k": Leaf("2", "model"),
+    "model.feedforward.shared_hidden": Leaf("12", "model"),
+    "model.feedforward.balance_rate": Leaf("0.1", "model"),
+    "model.feedforward.load_balance_loss": Leaf("0.1", "model"),
+    "model.feedforward.router_z_loss": Leaf("0.1", "model"),
+    "model.feedforward.router_width": Leaf("5", "model"),
+    "model.feedforward.implementation": Leaf("ragged_dot", "implementations"),
+    "model.feedforward.exchange": Leaf("ragged", "implementations"),
     "model.initialisation.std": Leaf("0.3", "model"),
     "model.initialisation.alpha_qk": Leaf("3", "model"),
     "model.initialisation.alpha_vo": Leaf("3", "model"),
@@ -116,6 +126,7 @@ LEAVES: dict[str, Leaf] = {
     "optimizer.rate_multiplier.embedding": Leaf("2", "optimizer"),
     "optimizer.rate_multiplier.scale": Leaf("2", "optimizer"),
     "optimizer.rate_multiplier.gate": Leaf("2", "optimizer"),
+    "optimizer.rate_multiplier.router": Leaf("2", "optimizer"),
     "optimizer.rate_multiplier.conv": Leaf("2", "optimizer"),
     "optimizer.rate_multiplier.bias": Leaf("2", "optimizer"),
     "optimizer.rate_multiplier.head": Leaf("2", "optimizer", ("model.connection.head=free",)),
@@ -373,10 +384,16 @@ def test_every_override_of_a_run_changes_what_it_does(key, folder, shown):
 
 @pytest.mark.parametrize("spec", SMOKE, ids=short)
 def test_every_kind_changes_what_is_built(spec, folder, shown):
-    base = resolve(spec, folder, [])
+    def with_two_experts(*lines):
+        """Two for each token, where there are any: residual-free models refuse one."""
+        two = ["model.feedforward.top_k=2"]
+        has_experts = "top_k" in resolve(spec, folder, lines).model.feedforward
+        return resolve(spec, folder, [*lines, *(two if has_experts else ())])
+
+    base = with_two_experts()
     for node, probe in NODES.items():
         for kind in REGISTRY[node]:
-            config = resolve(spec, folder, [f"{node}.kind={kind}"])
+            config = with_two_experts(f"{node}.kind={kind}")
             same_kind = flatten(config)[f"{node}.kind"] == flatten(base)[f"{node}.kind"]
             assert (shown(probe, config) == shown(probe, base)) == same_kind, (node, kind)
 

@@ -83,14 +83,14 @@ def test_vocabulary_padding_costs_nothing():
             (
                 flops.forward_flops(model.infos, config, VOCAB),
                 flops.parameters_by_role(model.infos, VOCAB),
-                flops.active_parameters(model.infos, CONFIG, VOCAB),
+                flops.active_parameters(model.infos, config, VOCAB),
             )
         )
     assert counts[0] == counts[1]
 
 
 def test_parameters_by_role():
-    _, model = build(*NAG)
+    config, model = build(*NAG)
     matrices = BLOCKS * (D * (Q + 2 * K) + Q * D + 3 * D * HIDDEN)
     gates = 2 * BLOCKS * (D * C + 2 * C + 2)  # w; b and p; alpha and beta
     assert flops.parameters_by_role(model.infos, VOCAB) == {
@@ -99,14 +99,14 @@ def test_parameters_by_role():
         "gate": gates,
         "scale": 1,
     }
-    assert flops.active_parameters(model.infos, CONFIG, VOCAB) == matrices + VOCAB * D + gates + 1
+    assert flops.active_parameters(model.infos, config, VOCAB) == matrices + VOCAB * D + gates + 1
 
 
 def test_a_free_head_leaves_one_embedding_row_active():
     overrides = ("model.connection.kind=prenorm", "model.connection.head=free")
-    _, model = build(*SIZES, *overrides)
+    config, model = build(*SIZES, *overrides)
     total = sum(flops.parameters_by_role(model.infos, VOCAB).values())
-    assert total - flops.active_parameters(model.infos, CONFIG, VOCAB) == (VOCAB - 1) * D
+    assert total - flops.active_parameters(model.infos, config, VOCAB) == (VOCAB - 1) * D
 
 
 def test_memory_of_parameters_and_optimizer_state_is_exact():
