@@ -15,16 +15,18 @@ import pickle
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from nag_jax.errors import UserError
 
 T = TypeVar("T")
 
-FAILED = 1
+FAILED = 1  # the exit codes of `cli`
+MISTAKE = 2
 
 _HEARTBEAT_SECONDS = 30  # without one for so long, a process counts as dead
 _SHUTDOWN_SECONDS = 60
@@ -35,7 +37,6 @@ _LOST_PEER = re.compile(
     r"gloo|nccl|socket closed|connection (closed|reset|refused)|coordination|preempted|barrier",
     re.IGNORECASE,
 )
-_AGAIN = "the same command, started again on all processes, goes on from the last checkpoint"
 
 
 class _Job:
@@ -46,12 +47,11 @@ class _Job:
         self.ending = threading.Lock()
         self.farewell: str | None = None  # what a process that failed has told the others
         self.heard = threading.Event()
-        self.saved: Callable[[], str] = lambda: _AGAIN
+        self.saved: Callable[[], str] = lambda: "what was saved before is untouched"
         self.stdout = 1  # descriptor of what the user sees
-        self.abort_handler: Any = None
-
-
-_job = _Job()
+        # What an abort means just now: the sentence and the exit code, from the runtime's reason.
+        self.aborted: Callable[[], tuple[str, int]] = _lost_while_running
+        self.abort_handler: Any = None  # kept alive for C
 
 
 def _state() -> Any:
@@ -104,16 +104,22 @@ def join(
 
     # It would swallow SIGTERM before the training loop listens to it.
     jax.config.update("jax_enable_preemption_service", False)
-    # From here on C++ may end this process by abort(): when process 0 has gone, for one.
     _say_why_aborted()
+    if process == 0 and processes > 1:
+        print(f"Waiting for {processes} processes to meet at {coordinator}.", flush=True)
+
+    def why(reason):
+        return _why_not_joined(reason, coordinator, processes, process)
+
     try:
-        jax.distributed.initialize(
-            **arguments,
-            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
-            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
-        )
+        with _joining(why):
+            jax.distributed.initialize(
+                **arguments,
+                heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+                shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+            )
     except (RuntimeError, ValueError, OSError) as error:
-        raise UserError(_why_not_joined(error, coordinator, processes, process)) from error
+        raise UserError(why(_one_line(error))) from error
     if count() == 1:
         return
     _own_stdout()
@@ -155,8 +161,38 @@ def _arguments(coordinator, processes, process, distributed) -> dict[str, Any] |
     }
 
 
-def _why_not_joined(error, coordinator, processes, process) -> str:
-    reason = _one_line(error)
+@contextlib.contextmanager
+def _joining(why: Callable[[str], str]) -> Iterator[None]:
+    """Makes one sentence of what the runtime says when it aborts because the others do not come.
+
+    It may wait for minutes, and is deaf to Python's handler of Ctrl-C meanwhile.
+    """
+    sys.stderr.flush()
+    stderr, before = os.dup(2), signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+
+        def text():
+            os.dup2(stderr, 2)
+            held.seek(0)
+            return held.read().decode(errors="replace")
+
+        def aborted():
+            said = re.search(r"absl::Status: (.*)", text())
+            return f"error: {why(said[1] if said else 'no reason given')}", MISTAKE
+
+        _job.aborted = aborted
+        try:
+            yield
+        finally:
+            _job.aborted = _lost_while_running
+            signal.signal(signal.SIGINT, before)
+            sys.stderr.flush()
+            os.write(2, text().encode(errors="replace"))
+            os.close(stderr)
+
+
+def _why_not_joined(reason, coordinator, processes, process) -> str:
     if coordinator is None:
         return (
             f"--distributed: no job of several processes was found or joined ({reason}); it is "
@@ -308,7 +344,7 @@ def _sentence(reason: str) -> str:
         return f"failed: ended, as another process of this job did ({_job.farewell})"
     return (
         f"failed: another of the {count()} processes of this job has died or cannot be reached "
-        f"({reason}); {_job.saved()}"
+        f"({reason}); {_job.saved()}: start the same command again on all processes"
     )
 
 
@@ -387,10 +423,15 @@ def _say_why_aborted() -> None:
     """
 
     def handle(number):
-        _end(FAILED, _sentence("the runtime's message is above"))
+        sentence, code = _job.aborted()
+        _end(code, sentence)
 
     _job.abort_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle)
     ctypes.CDLL(None).signal(signal.SIGABRT, _job.abort_handler)
+
+
+def _lost_while_running() -> tuple[str, int]:
+    return _sentence("the runtime's message is above"), FAILED
 
 
 def _end(code: int, sentence: str) -> NoReturn:
@@ -418,3 +459,6 @@ def _exit(code: int) -> NoReturn:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+_job = _Job()
