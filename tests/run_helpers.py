@@ -204,7 +204,10 @@ class Running:
 
 
 class RecordingStream(pipeline.TrainingStream):
-    """Notes which row was trained on where, in place of the stream that a run makes."""
+    """Notes which row was trained on where, in place of the stream that a run makes.
+
+    In one process, which reads every row.
+    """
 
     seen: dict[int, str] = {}  # position in training -> digest of the row
 

@@ -28,9 +28,9 @@ def numbers(batch):
     return [int(bytes(row[1:].tolist())) for row in batch["tokens"]]
 
 
-def order(rows, count, seed=0, start=0, batch=1, process=0, processes=1, prefetch=0):
+def order(rows, count, seed=0, start=0, batch=1, prefetch=0, local=None):
     """Row numbers of `count` batches."""
-    stream = pipeline.TrainingStream(rows, seed, start, batch, process, processes, prefetch)
+    stream = pipeline.TrainingStream(rows, seed, start, batch, prefetch, local)
     with stream:
         return [numbers(next(stream)) for _ in range(count)]
 
@@ -65,15 +65,13 @@ def test_any_batch_size_start_and_prefetch_give_the_same_sequence(batch, prefetc
         assert drawn == sequence[start : start + 4 * batch]
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_processes_together_read_what_one_does(processes):
+@pytest.mark.parametrize("local", [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 4, 5], [6]])
+@pytest.mark.parametrize("prefetch", [0, 16])
+def test_a_process_reads_its_rows_of_what_one_does(local, prefetch):
     rows = memory_rows(13)
     whole = order(rows, 6, start=5, batch=8)
-    parts = [
-        order(rows, 6, start=5, batch=8, process=i, processes=processes, prefetch=16)
-        for i in range(processes)
-    ]
-    assert [flat(step) for step in zip(*parts, strict=True)] == whole
+    part = order(rows, 6, start=5, batch=8, prefetch=prefetch, local=local)
+    assert part == [[batch[row] for row in local] for batch in whole]
 
 
 def test_batches_have_what_training_reads():
@@ -123,22 +121,13 @@ def test_an_error_of_a_row_comes_out_as_it_is(prefetch):
         next(stream)
 
 
-def test_batch_that_processes_cannot_share_is_refused():
-    with pytest.raises(UserError, match=r"train\.batch_size=6 is not a multiple of the 4"):
-        pipeline.TrainingStream(memory_rows(4), 0, 0, 6, 0, 4)
-    with pytest.raises(UserError, match=r"evaluation\.batch_size=6"):
-        next(pipeline.evaluation_batches(memory_rows(4), 6, 0, 4))
-
-
-@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("count", [1, 4, 5, 8, 9])
-def test_evaluation_reads_every_row_once_and_pads_the_tail(count, processes):
+def test_evaluation_reads_every_row_once_and_pads_the_tail(count):
     rows = memory_rows(count)
     seen = []
-    batches = [list(pipeline.evaluation_batches(rows, 4, i, processes)) for i in range(processes)]
-    assert {len(part) for part in batches} == {-(-count // 4)}
-    for parts in zip(*batches, strict=True):
-        batch = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+    batches = list(pipeline.evaluation_batches(rows, 4))
+    assert len(batches) == -(-count // 4)
+    for batch in batches:
         assert batch["tokens"].shape == batch["documents"].shape == (4, 5)
         present = batch["valid"].any(axis=1)
         assert np.array_equal(batch["valid"], batch["documents"] >= 0)
