@@ -19,6 +19,7 @@ from nag_jax.models.context import BranchOut, Context
 from nag_jax.models.linear import PRECISION, Numerics, contract
 from nag_jax.models.norms import RMSNorm
 from nag_jax.parameters import declare
+from nag_jax.sharding import rules
 
 # Columns of the cache that one product reads on CPU: the keys and values of a few rows fit in its
 # second-level cache.
@@ -152,11 +153,13 @@ class SoftmaxAttention(nnx.Module):
     def projections(
         self, x: Float[Array, "B T d"]
     ) -> tuple[Float[Array, "B T H h"], Float[Array, "B T K h"], Float[Array, "B T K h"]]:
-        """x times the weights of query, key and value."""
-        return tuple(
-            contract(f"attention/{site}", x, getattr(self, site), self.numerics)
-            for site in ("query", "key", "value")
-        )
+        """x times the weights of query, key and value, on a mesh split by heads."""
+
+        def heads(site: str, axis: str) -> Array:
+            y = contract(f"attention/{site}", x, getattr(self, site), self.numerics)
+            return rules.constrain(y, "batch", None, axis, None)
+
+        return heads("query", "heads"), heads("key", "kv_heads"), heads("value", "kv_heads")
 
     def attend(
         self,

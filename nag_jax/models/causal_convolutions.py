@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from nag_jax.models.linear import PRECISION, Numerics, contract_by_head
 from nag_jax.parameters import declare
+from nag_jax.sharding import rules
 
 
 def earlier(
@@ -90,9 +91,16 @@ class HeadConvolutions(nnx.Module):
             positions: As in `earlier`.
             first: Which head the first one of `z` is.
         """
-        dtype = self.numerics.dtype
-        heads = slice(first, first + z.shape[2])
-        depthwise, grouped = self.depthwise[:, heads], self.grouped[:, heads]
+        dtype, last = self.numerics.dtype, first + z.shape[2]
+
+        # Whole, and so are their gradients: some of all heads begin at other places on a mesh than
+        # the heads of queries, and these weights are small.
+        def weight(param: nnx.Param, axis: int) -> Array:
+            whole = rules.constrain(param[...], *(None,) * param.ndim)
+            some = jax.lax.slice_in_dim(whole, first, last, axis=axis)
+            return rules.constrain(some, *(None,) * param.ndim)
+
+        depthwise, grouped = weight(self.depthwise, 1), weight(self.grouped, 1)
         # Heads lead, because XLA's CPU backend is slow at products with a batch axis elsewhere.
         z = jnp.transpose(z.astype(dtype), (2, 0, 1, 3))
         weights = depthwise.astype(dtype)[:, :, None, None]
@@ -105,8 +113,8 @@ class HeadConvolutions(nnx.Module):
             self.numerics,
         )
         # The first bias reaches every output, at a document's start too, so it is a constant.
-        bias = self.grouped_bias[heads] + jnp.einsum(
-            "nh,lnhg->ng", self.depthwise_bias[heads], grouped, precision=PRECISION
+        bias = weight(self.grouped_bias, 0) + jnp.einsum(
+            "nh,lnhg->ng", weight(self.depthwise_bias, 0), grouped, precision=PRECISION
         )
         return jnp.transpose(y, (1, 2, 0, 3)) + bias.astype(dtype)
 

@@ -6,18 +6,24 @@ Started by `test_step_on_devices` with eight simulated devices.
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 from small_models import quick_compilation, small_config
 
+from nag_jax.models.moe import MixtureOfExperts
 from nag_jax.models.transformer import build_model
 from nag_jax.optim import build_optimizer
 from nag_jax.parameters import flatten
 from nag_jax.sharding.mesh import make_mesh
+from nag_jax.sharding.rules import MESH_AXES
 from nag_jax.training.state import abstract_state, initialise
 from nag_jax.training.step import jit_train_step, train_step
 
-VOCAB, LENGTH, ROWS = 50, 104, 16
+VOCAB, LENGTH = 50, 104
+
+# Probabilities of routers that lie nearer may change places by rounding.
+SMALLEST_GAP = 1e-6
 
 
 def ragged_batch(lengths):
@@ -37,11 +43,18 @@ BATCHES = {
 }
 
 
+# Names of feed-forward kinds with what they need of the config.
+FEEDFORWARDS = {
+    "swiglu": {"hidden": 256},
+    "moe": {"hidden": 32, "num_experts": (8,), "top_k": (2,)},
+}
+
+
 class Stepper:
     """A compiled step on a mesh, from the same start each time (that of the first)."""
 
-    def __init__(self, connection, mesh_shape, accumulation, start=None):
-        config = small_config(
+    def __init__(self, connection, attention, feedforward, mesh_shape, accumulation, start=None):
+        self.config = small_config(
             {
                 "optimizer.kind": "adamw",
                 # Adam divides by the gradient's own size: a floor well above rounding keeps the
@@ -52,16 +65,20 @@ class Stepper:
                 "optimizer.schedule.warmup_steps": 0,
             },
             connection__kind=connection,
+            attention__kind=attention,
+            attention__num_heads=4,
+            attention__num_kv_heads=2,
+            feedforward__kind=feedforward,
             d_model=64,
-            feedforward__hidden=96,
             attention__query_chunk=32,
             loss_chunk=50,
+            vocab_multiple=8,
+            **{f"feedforward__{k}": value for k, value in FEEDFORWARDS[feedforward].items()},
         )
-        model = build_model(config, VOCAB)
-        optimizer, schedule = build_optimizer(config.optimizer, 10, model.infos)
+        self.model = model = build_model(self.config, VOCAB)
+        optimizer, schedule = build_optimizer(self.config.optimizer, 10, model.infos)
         devices = jax.devices()[: int(np.prod(mesh_shape))]
-        shape = dict(zip(("data", "fsdp"), mesh_shape, strict=True))
-        self.mesh = make_mesh(ConfigDict(shape), devices)
+        self.mesh = make_mesh(ConfigDict(dict(zip(MESH_AXES, mesh_shape, strict=True))), devices)
         function = train_step(
             model,
             optimizer,
@@ -104,8 +121,35 @@ def compare(got, expected, start, where):
         )
 
 
-def check_bytes(state, fsdp, where):
-    """Each device holds at most 1.1 times its share of parameters and optimizer state."""
+def split_of(info, mesh):
+    """How often a leaf is to be split along each axis, written out apart from the rules."""
+    of_tensor = ("heads", "kv_heads", "hidden", "vocabulary")
+    lengths = dict(mesh.shape)
+    split = []
+    for axis, length in zip(info.axes, info.shape, strict=True):
+        ways = 1
+        if axis == "embed":
+            ways = lengths["fsdp"] * (1 if "expert" in info.axes else lengths["expert"])
+        elif axis in of_tensor and length % lengths["tensor"] == 0:
+            ways = lengths["tensor"]
+        elif axis == "expert":
+            ways = lengths["expert"]
+        split.append(ways)
+    return tuple(split)
+
+
+def check_bytes(stepper, state, where):
+    """Large leaves are divided by every axis but data; a device holds at most 1.1 of its share."""
+    mesh = stepper.mesh
+    shards = mesh.size // mesh.shape["data"]
+    infos = flatten(stepper.model.infos)
+    for path, leaf in flatten(state.params).items():
+        split = split_of(infos[path], mesh)
+        expected = tuple(n // ways for n, ways in zip(leaf.shape, split, strict=True))
+        assert leaf.sharding.shard_shape(leaf.shape) == expected, (where, path)
+        if infos[path].role in ("matrix", "embedding"):
+            whole = "kv_heads" in infos[path].axes and mesh.shape["tensor"] > 2
+            assert np.prod(split) == shards // (mesh.shape["tensor"] if whole else 1), path
     for name, tree in (("params", state.params), ("opt_state", state.opt_state)):
         leaves = jax.tree.leaves(tree)
         total = sum(leaf.nbytes for leaf in leaves)
@@ -116,28 +160,70 @@ def check_bytes(state, fsdp, where):
                 for shard in leaf.addressable_shards
                 if shard.device == device
             )
-            assert held <= 1.1 * total / fsdp, (where, name, held, total)
+            assert held <= 1.1 * total / shards, (where, name, held * shards / total)
 
 
-MESHES = {  # (data, fsdp), accumulation
-    "nag": [((8, 1), 2), ((4, 2), 1), ((2, 4), 2)],
-    "prenorm": [((1, 1), 2), ((2, 4), 1)],
+def check_routing(stepper, batch):
+    """In every block each token's k-th and (k+1)-th scores are further apart than rounding errs."""
+    found = []
+    choose = MixtureOfExperts._choose
+
+    def watched(self, probabilities, bias):
+        scores = jax.lax.top_k(probabilities + bias, self.top_k + 1)[0]
+        gap = jnp.min(scores[..., -2] - scores[..., -1])
+        jax.debug.callback(lambda gap: found.append(float(gap)), gap)
+        return choose(self, probabilities, bias)
+
+    MixtureOfExperts._choose = watched
+    try:
+        model, start = stepper.model, stepper.start
+        jax.block_until_ready(
+            model.evaluate_batch(start.params, batch, start.age, False, start.balance)
+        )
+        jax.effects_barrier()
+    finally:
+        MixtureOfExperts._choose = choose
+    assert len(found) == stepper.config.model.num_blocks and min(found) > SMALLEST_GAP, found
+
+
+# What is run by each name: connection, attention, feed-forward, meshes (data, fsdp, tensor, expert)
+# with the number of micro-batches.
+PAPER_MESHES = [
+    ((8, 1, 1, 1), 1),
+    ((1, 4, 2, 1), 2),
+    ((2, 1, 2, 2), 1),
+    ((2, 1, 1, 4), 1),
+    ((1, 1, 1, 8), 1),
+    ((2, 1, 4, 1), 1),  # fewer key-value heads than devices that share heads
+]
+CASES = {
+    "nag": ("nag", "ccgqa", "moe", [((8, 1, 1, 1), 2), ((1, 2, 2, 2), 1)]),
+    "prenorm": ("prenorm", "gqa", "swiglu", [((1, 1, 1, 1), 2), ((2, 1, 4, 1), 1)]),
+} | {
+    f"{connection}_ccgqa_{feedforward}": (connection, "ccgqa", feedforward, PAPER_MESHES)
+    for connection in ("nag", "prenorm", "residual_free")
+    for feedforward in FEEDFORWARDS
 }
 
 
-def main(connection):
-    reference = Stepper(connection, (1, 1), 1)
+def main(case):
+    *kinds, meshes = CASES[case]
+    reference = Stepper(*kinds, (1, 1, 1, 1), 1)
     expected = {name: reference(batch)[:2] for name, batch in BATCHES.items()}
+    if kinds[2] == "moe":
+        for batch in BATCHES.values():
+            check_routing(reference, batch)
     # Each batch has 16 * 56 targets, of which the metrics know.
     assert all(metrics["tokens"] == 896 for metrics, _ in expected.values())
     start = flatten(reference.start.params)
-    for mesh_shape, accumulation in MESHES[connection]:
-        stepper = Stepper(connection, mesh_shape, accumulation, reference.start)
+    for mesh_shape, accumulation in meshes:
+        stepper = Stepper(*kinds, mesh_shape, accumulation, reference.start)
         for name, batch in BATCHES.items():
             metrics, params, state = stepper(batch)
             where = f"mesh {mesh_shape}, accumulation {accumulation}, {name}:"
             compare((metrics, params), expected[name], start, where)
-        check_bytes(state, mesh_shape[1], where)
+        check_bytes(stepper, state, where)
+        print("agrees:", mesh_shape)
     print("metrics:", sorted(expected["sorted"][0]))
 
 

@@ -1,0 +1,162 @@
+"""What a compiled program sends between devices: collectives by kind and bytes.
+
+Read from the text of the compiled program, loops counted as often as they run, so that what a mesh
+costs is known before any device is there.
+"""
+
+import math
+import re
+from collections import defaultdict
+from typing import NamedTuple
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+)
+
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2}
+_BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
+
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+_COLLECTIVE = re.compile(rf"= (.+?) ({'|'.join(KINDS)})(-start)?\(")
+_ARRAY = re.compile(r"\b([a-z]+\d+|pred)\[([\d,]*)\]")
+_GROUPS = re.compile(
+    r"replica_groups=(\{\{[\d,{} ]*\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
+)
+_AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(.*?\)\)?)? \{([^}]*)\}")
+_CALLS = re.compile(
+    r"\b(?:calls|to_apply|body|condition|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+_TRIPS = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
+
+
+class Collective(NamedTuple):
+    """One collective of a program.
+
+    Attributes:
+        kind: One of `KINDS`.
+        devices: Devices in each group that exchanges.
+        bytes: What one device receives from others each time, a ring assumed: for n devices and
+            a whole array of b bytes (n-1)/n b, an all-reduce twice that, a permutation all of b.
+            Of a ragged all-to-all the whole buffer, of which the rows there are may fill less.
+        times: How often it runs in one execution of the program.
+        shape: Its result, in the compiler's words.
+        source: The place in the model that it comes from, where the compiler knows.
+    """
+
+    kind: str
+    devices: int
+    bytes: int
+    times: int
+    shape: str
+    source: str
+
+
+def collectives(text: str, num_devices: int) -> list[Collective]:
+    """The collectives of a compiled program that send anything.
+
+    Args:
+        text: `compiled.as_text()`.
+        num_devices: Devices that the program runs on.
+
+    Raises:
+        ValueError: If a loop that holds a collective does not say how often it runs.
+    """
+    bodies, entry = _computations(text)
+    found: list[Collective] = []
+
+    def visit(name: str, times: int | None) -> None:
+        for line in bodies.get(name, ()):
+            match = _COLLECTIVE.search(line)
+            if match:
+                one = _collective(line, match, times or 0, num_devices)
+                if one.devices > 1 and times is None:
+                    raise ValueError(f"unknown number of iterations around: {line.strip()[:200]}")
+                if one.devices > 1:
+                    found.append(one)
+            inner = times
+            if re.search(r"\bwhile\(", line):
+                trips = _TRIPS.search(line)
+                inner = times * int(trips[1]) if trips and times is not None else None
+            for called in _CALLS.findall(line):
+                for callee in re.findall(r"[\w.\-]+", called):
+                    visit(callee, inner)
+
+    visit(entry, 1)
+    return found
+
+
+def totals(found: list[Collective]) -> dict[str, tuple[int, int]]:
+    """Number of runs and bytes that a device receives, by kind."""
+    sums: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for one in found:
+        count, size = sums[one.kind]
+        sums[one.kind] = (count + one.times, size + one.times * one.bytes)
+    return dict(sums)
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """Lines of each computation by its name, and the entry's name."""
+    bodies: dict[str, list[str]] = {}
+    entry = current = ""
+    for line in text.splitlines():
+        header = _HEADER.match(line)
+        if header:
+            current = header[2]
+            bodies[current] = []
+            entry = current if header[1] else entry
+        elif current:
+            bodies[current].append(line)
+    if not entry:
+        raise ValueError("this is no text of a compiled program: it has no ENTRY")
+    return bodies, entry
+
+
+def _collective(line: str, match: re.Match, times: int, num_devices: int) -> Collective:
+    shape, kind, asynchronous = match[1], match[2], bool(match[3])
+    arrays = _ARRAY.findall(shape)
+    if asynchronous and kind in ("all-gather", "collective-permute"):
+        arrays = arrays[len(arrays) // 2 :]  # (inputs, outputs): only the latter
+        if kind == "collective-permute":
+            arrays = arrays[:1]
+    size = sum(_size(dtype, lengths) for dtype, lengths in arrays)
+    devices = num_devices if kind == "collective-permute" else _group_size(line, num_devices)
+    share = (devices - 1) / devices
+    sent = {
+        "all-gather": size * share,
+        "all-reduce": 2 * size * share,
+        "reduce-scatter": size * (devices - 1),
+        "all-to-all": size * share,
+    }.get(kind, size)
+    name = re.search(r'op_name="([^"]*)"', line)
+    return Collective(kind, devices, round(sent), times, shape, name[1] if name else "")
+
+
+def _size(dtype: str, lengths: str) -> int:
+    size = _BYTES.get(dtype, 1 if dtype.startswith("f8") else 4)
+    for length in filter(None, lengths.split(",")):
+        size *= int(length)
+    return size
+
+
+def _group_size(line: str, num_devices: int) -> int:
+    """Devices in a group; without any groups, all of them.
+
+    Groups are written "{{0,1},{2,3}}", "[groups,size]<=[...]" or by the axes of a mesh,
+    "mesh['a'=2,'b'=4] {'b'}", of which one may be taken in part, "'b':(1)2".
+    """
+    match = _AXES.search(line)
+    if match:
+        lengths = dict(re.findall(r"'([^']+)'=(\d+)", match[1]))
+        named = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", match[2])
+        return math.prod(int(part or lengths[axis]) for axis, part in named)
+    match = _GROUPS.search(line)
+    if match is None or match[1] == "{}":
+        return num_devices
+    if match[1].startswith("["):
+        return int(match[1].split("]")[0].split(",")[-1])
+    return len(match[1].lstrip("{").split("}")[0].split(","))
