@@ -12,6 +12,8 @@ from run_helpers import assert_same_run, place_of_session, results, saved_positi
 # Long enough to be killed in.
 KEYS = {
     "checkpoint.keep_best": 0,
+    "model.attention.num_heads": 4,
+    "model.attention.num_kv_heads": 4,
     "train.batch_size": 8,
     "train.steps": 60,
     "checkpoint.every": 20,
