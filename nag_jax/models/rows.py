@@ -84,7 +84,10 @@ def choose(
     refusal = _refusal(requested, platform, jnp.dtype(dtype))
     if refusal is not None:
         raise UnsuitableImplementation(f"grouped matmul {requested!r} cannot serve: it {refusal}")
-    return Choice(requested, f"asked for; {_ABOUT[requested]}")
+    about = _ABOUT[requested]
+    if requested == "ragged_dot" and platform != "tpu":
+        about = f"on {platform.upper()} it multiplies every row with every expert"
+    return Choice(requested, f"asked for; {about}")
 
 
 _ABOUT = {"ragged_dot": "XLA's grouped kernel", "tokamax": "fused kernels for GPU"}
