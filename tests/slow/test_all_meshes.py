@@ -1,4 +1,4 @@
-"""Each connection with CCGQA, dense and with experts, on meshes of every kind of axis."""
+"""Each connection with CCGQA, dense and with experts, on meshes of every kind of axis; what a step sends."""
 
 import os
 import subprocess
@@ -10,19 +10,31 @@ import pytest
 TESTS = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("feedforward", ["swiglu", "moe"])
-@pytest.mark.parametrize("connection", ["nag", "prenorm", "residual_free"])
-def test_eight_devices_equal_one(connection, feedforward):
-    """Loss, every metric, updated parameters, and what each device holds."""
+def run_on_eight_devices(script, *arguments):
+    """Runs a script of `tests/sharding` on simulated devices and returns what it printed."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
     }
-    script, case = TESTS / "sharding/step_on_devices.py", f"{connection}_ccgqa_{feedforward}"
     done = subprocess.run(
-        [sys.executable, str(script), case], env=environment, capture_output=True, text=True
+        [sys.executable, str(TESTS / "sharding" / script), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("agrees:") == 6
+    return done.stdout
+
+
+@pytest.mark.parametrize("feedforward", ["swiglu", "moe"])
+@pytest.mark.parametrize("connection", ["nag", "prenorm", "residual_free"])
+def test_eight_devices_equal_one(connection, feedforward):
+    """Loss, every metric, updated parameters, and what each device holds."""
+    out = run_on_eight_devices("step_on_devices.py", f"{connection}_ccgqa_{feedforward}")
+    assert out.count("agrees:") == 6
+
+
+def test_collectives():
+    run_on_eight_devices("count_collectives.py", "data", "fsdp", "mixed")

@@ -1,0 +1,72 @@
+"""Collectives of programs that are known, and of a training step at two depths."""
+
+# ruff: noqa: E501
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nag_jax.sharding.collectives import collectives, totals
+
+HERE = Path(__file__).parent
+LOOP = """
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%a, %b)
+}
+%body (carry: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %one = f32[8,4]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add, metadata={op_name="a/b"}
+  %none = f32[8,4]{1,0} all-reduce(%x), replica_groups={{0},{1},{2},{3}}, to_apply=%add
+}
+%condition (carry: (s32[], f32[8,4])) -> pred[] {
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+ENTRY %main (x: f32[8,4]) -> f32[8,4] {
+  %loop = (s32[], f32[8,4]) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"6"}}
+  %two = bf16[8,4]{1,0} all-gather(%y), replica_groups=[1,4]<=[4], dimensions={0}
+  %three = f32[2,4]{1,0} reduce-scatter(%y), replica_groups=mesh['a'=2,'b'=2] {'a','b'}, dimensions={0}
+  %four = (f32[8,4], f32[8,4]) all-reduce(%y, %z), replica_groups=mesh['a'=4], device_ids=([2,2]T(1,0)) {'a':(1)2}
+  %five = f32[2,4]{1,0} collective-permute(%y), source_target_pairs={{0,1},{1,0}}
+}
+"""
+
+
+def test_a_program_read_from_its_text():
+    """Groups in all their spellings, loops as often as they run, groups of one left out."""
+    found = [(one.kind, one.devices, one.bytes, one.times) for one in collectives(LOOP, 4)]
+    assert found == [
+        ("all-reduce", 2, 128, 6),
+        ("all-gather", 4, 48, 1),
+        ("reduce-scatter", 4, 96, 1),
+        ("all-reduce", 2, 256, 1),
+        ("collective-permute", 4, 32, 1),
+    ]
+    assert totals(collectives(LOOP, 4))["all-reduce"] == (7, 6 * 128 + 256)
+    assert collectives(LOOP, 4)[0].source == "a/b"
+
+
+def test_what_cannot_be_counted_is_refused():
+    with pytest.raises(ValueError, match="unknown number of iterations around: %one"):
+        collectives(LOOP.replace("known_trip_count", "other"), 4)
+    with pytest.raises(ValueError, match="no ENTRY"):
+        collectives("nothing", 4)
+
+
+@pytest.mark.parametrize("case", ["programs", "tensor"])
+def test_compiled_programs(case):
+    """Programs of JAX with known collectives; a step's against what it must send."""
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)]),
+    }
+    done = subprocess.run(
+        [sys.executable, str(HERE / "count_collectives.py"), case],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
