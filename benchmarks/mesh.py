@@ -1,6 +1,6 @@
 """Bytes that a device receives in a training step, per token of the batch, for each mesh.
 
-    python -m benchmarks.mesh --feedforward=moe
+  python benchmarks/mesh.py --feedforward=moe
 
 Compiled for simulated CPU devices and read from the program, so it takes no accelerator and no
 step is run. CPU's compiler sums gradients whole where others scatter the sums, which halves the
@@ -8,11 +8,6 @@ bytes of gradients over fsdp, and sends each sum by itself where others add firs
 """
 
 import argparse
-import os
-
-DEVICES = 8
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
-os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +22,7 @@ from nag_jax.training.state import abstract_state
 from nag_jax.training.step import jit_train_step, train_step
 from nag_jax.validation import validate, validate_devices
 
+DEVICES = 8
 MESHES = (
     {"data": 8},
     {"fsdp": 8},
@@ -84,6 +80,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--vocabulary", type=int, default=1024)
     arguments = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
     tokens = arguments.rows * arguments.length
     print("bytes per token |", " | ".join(KINDS), "| all | collectives a step")
     for axes in MESHES:

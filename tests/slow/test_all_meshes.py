@@ -1,4 +1,4 @@
-"""Each connection with CCGQA, dense and with experts, on meshes of every kind of axis; what a step sends."""
+"""Each connection with CCGQA, dense and with experts, on meshes of all axes; what a step sends."""
 
 import os
 import subprocess
