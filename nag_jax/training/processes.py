@@ -390,7 +390,7 @@ def leave(code: int, sentence: str | None) -> None:
             client.wait_at_barrier(f"{_FAREWELL}/all", int(2000 * _GRACE_SECONDS))
     else:
         with contextlib.suppress(RuntimeError):
-            client.wait_at_barrier(f"{_FAREWELL}/all", int(1000 * _GRACE_SECONDS))
+            client.wait_at_barrier(f"{_FAREWELL}/all", 1000)  # before process 0 may end
     _exit(code)
 
 
