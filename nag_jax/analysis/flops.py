@@ -13,12 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 from rich.filesize import decimal
 
 from nag_jax.kinds import kind_class
 from nag_jax.models.stages import StageSizes, pattern_of, stages_of
 from nag_jax.parameters import STACK_AXIS, ParamInfo, flatten
+from nag_jax.sharding.rules import batch_shards, parameter_spec
 
 # Backward through a product costs two products of its size: by the weight and by the input.
 TRAINING_FACTOR = 3
@@ -98,15 +100,15 @@ def memory_estimate(
     infos: Mapping[str, Any],
     config: ConfigDict,
     optimizer_state: Any,
-    data: int = 1,
-    fsdp: int = 1,
+    mesh: Mesh | None = None,
 ) -> dict[str, float]:
     """Returns an estimate of a training step's memory on each device, in bytes by purpose.
 
-    Parameters, gradients and optimizer state are exact up to sharding, which divides them by
-    `fsdp`. With n tokens a micro-batch on a device, c bytes a number of the compute dtype, and per
-    token of a block: w outputs of weight products, q inputs of attention's output projection, v
-    outputs of convolutions, d the stream,
+    Parameters and gradients are exact; optimizer state is taken to be divided as they are, on
+    average. What tensor parallelism splits is not subtracted from activations. With n tokens a
+    micro-batch on a device, c bytes a number of the compute dtype, and per token of a block: w
+    outputs of weight products, q inputs of attention's output projection, v outputs of
+    convolutions, d the stream,
 
         kept per block = n c d                    remat "nothing_saveable"
                          n c (d + w + q)          the policies that keep products of weights
@@ -123,16 +125,23 @@ def memory_estimate(
         config: The complete config.
         optimizer_state: Pytree with `shape` and `dtype`, such as `jax.eval_shape(optimizer.init,
             params)`.
-        data: Size of the mesh axis "data".
-        fsdp: Size of the mesh axis "fsdp".
+        mesh: Mesh with the axes of `sharding.rules.MESH_AXES`; None for one device.
     """
     flat = flatten(infos)
-    parameters = sum(info.size * jnp.dtype(info.dtype).itemsize for info in flat.values())
+    whole = parameters = 0
+    for path, info in flat.items():
+        itemsize = jnp.dtype(info.dtype).itemsize
+        shape = info.shape
+        if mesh is not None:
+            shape = NamedSharding(mesh, parameter_spec(info, mesh, path)).shard_shape(shape)
+        whole += itemsize * info.size
+        parameters += itemsize * math.prod(shape)
     state = sum(
         leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(optimizer_state)
     )
 
-    model, rows = config.model, config.train.batch_size / config.train.accumulation / (data * fsdp)
+    model, rows = config.model, config.train.batch_size / config.train.accumulation
+    rows /= 1 if mesh is None else batch_shards(mesh)
     length = config.data.row_length
     itemsize = jnp.dtype(model.compute_dtype).itemsize
     stages = stages_of(model)
@@ -165,9 +174,9 @@ def memory_estimate(
         scores = attention.num_heads * min(attention.query_chunk, length) * length
         workspace += _SCORE_COPIES * 4 * rows * scores
     return {
-        "parameters": parameters / fsdp,
-        "gradients": parameters / fsdp,
-        "optimizer state": state / fsdp,
+        "parameters": parameters,
+        "gradients": parameters,
+        "optimizer state": state * parameters / max(whole, 1),
         "kept activations": itemsize * rows * length * kept,
         "workspace": workspace,
     }
@@ -178,8 +187,7 @@ def model_table(
     config: ConfigDict,
     vocab_size: int,
     optimizer_state: Any,
-    data: int = 1,
-    fsdp: int = 1,
+    mesh: Mesh | None = None,
 ) -> list[tuple[str, str]]:
     """Returns (quantity, value) rows for the header that a training run prints.
 
@@ -188,7 +196,7 @@ def model_table(
     """
     roles = parameters_by_role(infos, vocab_size)
     flops = forward_flops(infos, config, vocab_size)
-    memory = memory_estimate(infos, config, optimizer_state, data, fsdp)
+    memory = memory_estimate(infos, config, optimizer_state, mesh)
     rows = [("parameters", _si(sum(roles.values())))]
     rows += [(f"  {role}", _si(count)) for role, count in _largest_first(roles)]
     rows += [("  active per token", _si(active_parameters(infos, config, vocab_size)))]

@@ -46,8 +46,7 @@ def print_header(
         config,
         model.vocab_size,
         optimizer_state,
-        data=mesh.shape["data"],
-        fsdp=mesh.shape["fsdp"],
+        mesh,
     ):
         table.add_row(*row)
     console = Console(highlight=False, soft_wrap=True)

@@ -3,11 +3,14 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
 from nag_jax import config as configs
 from nag_jax.analysis import flops
 from nag_jax.models.transformer import build_model
 from nag_jax.optim.build import build_optimizer
+from nag_jax.parameters import flatten
+from nag_jax.sharding.rules import MESH_AXES
 
 D, BLOCKS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, C, T, VOCAB = 48, 3, 4, 2, 8, 80, 6, 40, 257
 SIZES = (
@@ -116,8 +119,12 @@ def test_memory_of_parameters_and_optimizer_state_is_exact():
     memory = flops.memory_estimate(model.infos, config, state)
     assert memory["parameters"] == memory["gradients"] == 4 * count
     assert memory["optimizer state"] == pytest.approx(2 * 4 * count, rel=1e-2)  # and counters
-    sharded = flops.memory_estimate(model.infos, config, state, data=2, fsdp=4)
-    assert sharded["parameters"] == memory["parameters"] / 4
+    mesh = AbstractMesh((2, 2, 1, 2), MESH_AXES, axis_types=(AxisType.Auto,) * 4)
+    sharded = flops.memory_estimate(model.infos, config, state, mesh)
+    wide = sum(info.size for info in flatten(model.infos).values() if "embed" in info.axes)
+    assert sharded["parameters"] == 4 * (wide / 4 + count - wide)
+    share = sharded["parameters"] / memory["parameters"]
+    assert sharded["optimizer state"] == pytest.approx(memory["optimizer state"] * share)
     assert sharded["workspace"] == pytest.approx(memory["workspace"] / 8)
 
 
