@@ -17,9 +17,8 @@ EXPERTS = {"auxiliary_loss", "balance/feedforward_idle_experts"}
 EXPERTS |= {"balance/feedforward_load_over_mean"}
 
 
-@pytest.mark.parametrize("connection", ["nag", "prenorm"])
-def test_eight_devices_and_accumulation_equal_one(connection):
-    """Metrics to 1e-5, parameters to rounding, bytes a device to 1.1 times its share."""
+def run_on_eight_devices(script, *arguments):
+    """Runs a script of this folder on simulated devices and returns what it printed."""
     here = Path(__file__).parent
     environment = {
         **os.environ,
@@ -28,11 +27,22 @@ def test_eight_devices_and_accumulation_equal_one(connection):
         "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(here.parent)]),
     }
     result = subprocess.run(
-        [sys.executable, str(here / "step_on_devices.py"), connection],
+        [sys.executable, str(here / script), *arguments],
         env=environment,
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("connection", ["nag", "prenorm"])
+def test_eight_devices_and_accumulation_equal_one(connection):
+    """Metrics to 1e-5, parameters to rounding, bytes a device to 1.1 times its share."""
     expected = METRICS | (GATES | EXPERTS if connection == "nag" else set())
-    assert f"metrics: {sorted(expected)}" in result.stdout
+    out = run_on_eight_devices("step_on_devices.py", connection)
+    assert f"metrics: {sorted(expected)}" in out
+
+
+def test_decoding_on_eight_devices_equals_one():
+    assert run_on_eight_devices("decode_on_devices.py").count("decodes:") == 2
