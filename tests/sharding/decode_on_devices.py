@@ -40,7 +40,7 @@ def main():
     params = random_params(model)
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, (ROWS, PROMPT + STEPS))
     expected = logits_of(model, params, tokens)
-    for shape in ((1, 2, 2, 2), (2, 1, 4, 1)):
+    for shape in ((1, 1, 4, 2),):
         options = ConfigDict(dict(zip(rules.MESH_AXES, shape, strict=True)))
         mesh = make_mesh(options, jax.devices())
         with jax.set_mesh(mesh):

@@ -189,7 +189,7 @@ def check_routing(stepper, batch):
 # What is run by each name: connection, attention, feed-forward, meshes (data, fsdp, tensor, expert)
 # with the number of micro-batches.
 PAPER_MESHES = [
-    ((8, 1, 1, 1), 1),
+    ((8, 1, 1, 1), 2),
     ((1, 4, 2, 1), 2),
     ((2, 1, 2, 2), 1),
     ((2, 1, 1, 4), 1),
@@ -197,7 +197,7 @@ PAPER_MESHES = [
     ((2, 1, 4, 1), 1),  # fewer key-value heads than devices that share heads
 ]
 CASES = {
-    "nag": ("nag", "ccgqa", "moe", [((8, 1, 1, 1), 2), ((1, 2, 2, 2), 1)]),
+    "nag": ("nag", "ccgqa", "moe", [((1, 2, 2, 2), 2)]),
     "prenorm": ("prenorm", "gqa", "swiglu", [((1, 1, 1, 1), 2), ((2, 1, 4, 1), 1)]),
 } | {
     f"{connection}_ccgqa_{feedforward}": (connection, "ccgqa", feedforward, PAPER_MESHES)

@@ -37,4 +37,4 @@ def test_eight_devices_equal_one(connection, feedforward):
 
 
 def test_collectives():
-    run_on_eight_devices("count_collectives.py", "data", "fsdp", "mixed")
+    run_on_eight_devices("count_collectives.py", "data", "fsdp", "tensor", "mixed")
