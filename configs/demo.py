@@ -24,8 +24,13 @@ def get_config(arg: str = "") -> ConfigDict:
                 "d_model": 128,
                 "num_blocks": 4,
                 "connection": {"kind": args.connection},
-                "attention": {"num_heads": 2, "num_kv_heads": 1},
-                "feedforward": {"hidden": 384},
+                "attention": {
+                    "kind": "ccgqa",
+                    "num_heads": 4,
+                    "num_kv_heads": 2,
+                    "head_dim": 16,
+                },
+                "feedforward": {"kind": "moe", "hidden": 384, "num_experts": (8,), "top_k": (1,)},
             },
             "optimizer": {
                 "learning_rate": 5e-3,

@@ -67,7 +67,22 @@ FACTORS: dict[str, dict[str, dict[str, Any]]] = {
             "model.attention.grouped_kernel": 4,
         },
     },
-    "feedforward": {"mlp": {}, "swiglu": {}},
+    "feedforward": {
+        "mlp": {},
+        "swiglu": {},
+        # Two experts a token, since residual-free models refuse one alone.
+        "moe": {
+            "model.feedforward.hidden": 40,
+            "model.feedforward.num_experts": (4,),
+            "model.feedforward.top_k": (2,),
+        },
+        "moe_zaya": {
+            "model.feedforward.hidden": 40,
+            "model.feedforward.num_experts": (4,),
+            "model.feedforward.shared_hidden": 40,
+            "model.feedforward.router_width": 16,
+        },
+    },
     "initialisation": {
         "fan_in": {},
         "gaussian": {},
@@ -134,10 +149,23 @@ class Combination(NamedTuple):
 # loop, dtype and remat.
 IN_DEFAULT_SUITE = 4
 TABLE = """
+nag           ccgqa       moe    fan_in     none  float32  dots_with_no_batch_dims_saveable
+prenorm       gqa_qk_norm swiglu gaussian   twice bfloat16 nothing_saveable
+residual_free mha         mlp    orthogonal core  float32  none
+nag           mqa         moe_zaya kaiming  twice float32  dots_saveable
 nag           ccgqa       swiglu fan_in     none  bfloat16 dots_with_no_batch_dims_saveable
 prenorm       gqa_qk_norm mlp    gaussian   twice float32  nothing_saveable
-residual_free mha         mlp    orthogonal core  float32  none
 nag           mqa         mlp    kaiming    twice float32  dots_saveable
+prenorm       mha         moe    gaussian   twice float32  nothing_saveable
+residual_free gqa         moe    orthogonal core  float32  none
+nag           gqa_qk_norm moe    xavier     twice bfloat16 dots_saveable
+prenorm       mqa         moe    kaiming    core  float32  dots_with_no_batch_dims_saveable
+nag           ccgqa_3_4   moe    fan_in     none  float32  nothing_saveable
+prenorm       ccgqa       moe_zaya orthogonal core bfloat16 none
+nag           mha         moe_zaya kaiming  none  float32  dots_with_no_batch_dims_saveable
+residual_free gqa         moe_zaya gaussian twice float32  dots_saveable
+nag           gqa_qk_norm moe_zaya fan_in   core  bfloat16 nothing_saveable
+prenorm       ccgqa_3_4   moe_zaya xavier   twice float32  dots_saveable
 nag           mha         mlp    gaussian   none  bfloat16 none
 nag           gqa         mlp    orthogonal none  float32  dots_with_no_batch_dims_saveable
 nag           gqa_qk_norm mlp    fan_in     core  float32  nothing_saveable

@@ -249,7 +249,7 @@ def run(config, folder: pathlib.Path, trace: bool = False) -> Any:
         return evaluate
 
     def stream(*args, **options):
-        watched.note("stream", *args[1:], options)
+        watched.note("stream", *(np.asarray(arg).tolist() for arg in args[1:]), options)
         return real_stream(*args, **options)
 
     def progress(total_steps, **options):

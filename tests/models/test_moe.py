@@ -1,16 +1,26 @@
 """Mixtures of experts in whole networks: values, gradients, balance, and the router's gradient."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 from numpy_moe import mixture
 from numpy_network import Network
 from small_models import VOCAB, as_float64, packed_batch, random_params, small_config
 
+from nag_jax.errors import UserError
+from nag_jax.models.moe import MixtureOfExperts
+from nag_jax.models.norms import root_mean_square
 from nag_jax.models.stages import pattern_of, stages_of
 from nag_jax.models.transformer import build_model
+from nag_jax.optim import build_optimizer
 from nag_jax.parameters import flatten
+from nag_jax.training.state import initial_state
+from nag_jax.training.step import train_step
+from nag_jax.validation import validate
 
 STEP = 9  # past the warm-up
 MOE = {"feedforward__kind": "moe", "feedforward__hidden": 6}
@@ -32,7 +42,7 @@ class MoeNetwork(Network):
             if index < sizes.blocks:
                 repeat, offset = divmod(index, len(sizes.positions))
                 blocks = tree[stage][sizes.block_names[offset]]
-                return jax.tree.map(lambda leaf: leaf[repeat], blocks)
+                return jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat], blocks)
             index -= sizes.blocks
         raise AssertionError
 
@@ -146,3 +156,149 @@ def test_values_gradients_and_loads(case, x64):
         actual = np.sum(np.asarray(gradients[path]) * direction)
         expected = (values[0] - values[1]) / (2 * size)
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7, err_msg=path)
+
+
+FORMS = {
+    "prenorm": {"connection__kind": "prenorm"},
+    "nag, plain": {"connection__router_weight": "plain"},
+    "nag, unit": {"connection__router_weight": "unit"},
+    "residual-free, top-2": {"connection__kind": "residual_free", "feedforward__top_k": (2,)},
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_the_routers_gradient_is_no_artefact_of_an_epsilon(form, x64, monkeypatch):
+    """With every floor of a norm at 1e-30 a top-1 router's gradient is not 1000 times smaller.
+
+    Were the weight on the branch's output, which the write normalises, only the floors would let a
+    gradient through.
+    """
+    batch = packed_batch([[9], [4, 4]], 8)
+
+    def size(floors):
+        keys = form | ({"connection__norm_epsilon": 1e-30} if floors and "nag" not in name else {})
+        model, params, balance, _ = build(**keys)
+
+        def loss(p):
+            return model.evaluate_batch(p, batch, STEP, False, balance)["nats"].sum()
+
+        gradient = jax.jit(jax.grad(loss))(params)
+        router = gradient["stage_0"]["blocks"]["feedforward"]["branch"]["router"]["weight"]
+        return float(np.linalg.norm(router))
+
+    name = next(n for n, keys in FORMS.items() if keys is form)
+    default = size(floors=False)
+    monkeypatch.setattr(root_mean_square, "__defaults__", (1e-30,))
+    reference = importlib.import_module("pallas_kernels.nag_update.reference")
+    for floor in ("ABSOLUTE_FLOOR", "RELATIVE_FLOOR"):
+        monkeypatch.setattr(reference, floor, 1e-30)
+    assert size(floors=True) > 1e-3 * default
+    assert default > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"feedforward__top_k": (9,)}, "top_k=9 of model.feedforward.num_experts=8"),
+        ({"feedforward__num_experts": (2, 4, 8)}, "has 3 entries, .* only model.num_blocks=2"),
+        ({"connection__kind": "residual_free"}, "the router would get no gradient: set"),
+        ({"feedforward__num_experts": ()}, "num_experts is .*; it must be one number"),
+    ],
+)
+def test_what_cannot_work_is_refused(keys, words):
+    with pytest.raises(UserError, match=words):
+        validate(small_config(**MOE | keys))
+
+
+def test_a_loop_is_a_whole_number_of_patterns():
+    config = small_config(
+        **MOE, feedforward__num_experts=(2, 3), num_blocks=4, prelude_blocks=1, loops=2
+    )
+    with pytest.raises(UserError, match="loop's 3 blocks .* such as 2 or 4"):
+        validate(config)
+
+
+def balances_after(steps, batch, **options):
+    """The balance and metrics after some steps, from one start."""
+    config = small_config(
+        {
+            "optimizer.kind": "adamw",
+            "optimizer.schedule.kind": "constant",
+            "optimizer.schedule.warmup_steps": 0,
+            "train.steps": steps,
+        },
+        **MOE,
+        feedforward__balance_rate=0.1,
+        feedforward__load_balance_loss=0.1,
+        remat=options.pop("remat", "none"),
+    )
+    model = build_model(config, VOCAB)
+    optimizer, schedule = build_optimizer(config.optimizer, steps, model.infos)
+    step = jax.jit(
+        train_step(model, optimizer, schedule, taps=True, skip_not_finite=False, **options)
+    )
+    state, told = initial_state(model, optimizer, 0), []
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        told.append(jax.device_get(metrics["balance"]))
+    return jax.device_get(state.balance), told, state
+
+
+def test_balance_does_not_depend_on_how_a_step_is_run():
+    """Bit for bit the same with and without remat and accumulation, and untouched by evaluation."""
+    batch = packed_batch([[9], [4, 4], [2, 2, 2], [7, 2]], 8)
+    expected, told, state = balances_after(3, batch, accumulation=1)
+    bias = expected["stage_0"]["blocks"]["feedforward"]["bias"]
+    assert bias.shape == (2, 8)
+    assert np.unique(np.abs(bias).round(5)).tolist() != [0.0]
+    load = expected["stage_0"]["blocks"]["feedforward"]["load"]
+    np.testing.assert_allclose(load.sum(axis=-1), 1, rtol=1e-6)
+    assert set(told[0]) == {"feedforward_load_over_mean", "feedforward_idle_experts"}
+    assert all(values.shape == (2,) for values in told[0].values())
+    for options in ({"accumulation": 4}, {"accumulation": 1, "remat": "nothing_saveable"}):
+        found, _, _ = balances_after(3, batch, **options)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    before = jax.tree.map(np.copy, expected)
+    model = build_model(small_config(**MOE), VOCAB)
+    model.evaluate_batch(state.params, batch, 0, True, state.balance)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.balance), before)
+
+
+def test_a_model_with_a_balance_insists_on_it():
+    model = build_model(small_config(**MOE), VOCAB)
+    with pytest.raises(ValueError, match="pass it"):
+        model.evaluate_batch(random_params(model), packed_batch([[9]], 8), 0, False)
+
+
+def test_the_bias_follows_the_sign_of_the_load():
+    """A step by hand: b_e moves by the rate towards the mean load, f is the share."""
+    options = ConfigDict({"balance_rate": 0.25})
+    balance = {"bias": jnp.array([0.5, 0.0, -1.0, 0.0]), "load": jnp.zeros(4)}
+    load = jnp.array([6.0, 2.0, 0.0, 0.0])
+    new, told = MixtureOfExperts.update_balance(options, balance, {"load": load})
+    np.testing.assert_allclose(new["bias"], [0.25, 0.0, -0.75, 0.25])
+    np.testing.assert_allclose(new["load"], [0.75, 0.25, 0.0, 0.0])
+    assert told == {"load_over_mean": 3.0, "idle_experts": 0.5}
+
+
+@pytest.mark.parametrize("kind", ["moe", "moe_zaya"])
+def test_cached_decoding(kind, quick_compile):
+    """Every next token's logits, layers that differ and a loop included."""
+    keys = {"feedforward__kind": kind, "feedforward__num_experts": (2, 4), "num_blocks": 4}
+    model = build_model(small_config(**MOE | keys, loops=2), VOCAB)
+    params, balance = random_params(model), model.initial_balance()
+    rng = np.random.default_rng(1)
+    rows = rng.integers(0, VOCAB, (2, 7)).astype(np.int32)
+    start = np.array([0, 2], np.int32)
+    prompt = np.zeros((2, 4), np.int32)
+    for row, first in enumerate(start):
+        prompt[row, first:] = rows[row, : 4 - first]
+    prefill = jax.jit(model.prefill, static_argnums=3)
+    logits, state = prefill(params, prompt, start, 8, STEP, balance)
+    whole = np.asarray(jax.jit(lambda p: model.logits(p, rows, None, STEP, balance))(params))
+    step = jax.jit(model.decode_step)
+    for added in range(3):
+        places = 3 - start + added
+        expected = whole[np.arange(2), places]
+        np.testing.assert_allclose(logits, expected, atol=1e-5 * np.abs(whole).max())
+        logits, state = step(params, rows[np.arange(2), places + 1], state, STEP, balance)
