@@ -151,7 +151,10 @@ def memory_estimate(
             continue
         runs = info.shape[0] * _loops(path, stages)
         if info.role == "matrix":
-            outputs += runs * math.prod(info.shape[i] for i in info.columns)
+            # A token has one output of each matrix, or one of each expert that it chooses.
+            count = info.shape[info.axes.index("expert")] if "expert" in info.axes else 1
+            count *= _active_share(path, info, config)
+            outputs += runs * count * math.prod(info.shape[i] for i in info.columns)
             if _sublayer(path) == "attention" and info.columns == (info.axes.index("embed"),):
                 attention_output += runs * math.prod(info.shape[i] for i in info.rows)
         elif info.role == "gate" and "embed" in info.axes:
