@@ -1,4 +1,4 @@
-"""The two models of `make demo`: one config, two connections.
+"""The two models of `make demo`: P1's combination and its pre-norm twin.
 
 Arguments: `connection` (nag or prenorm), `smoke` (seconds).
 """
@@ -34,8 +34,8 @@ def get_config(arg: str = "") -> ConfigDict:
             },
             "optimizer": {
                 "learning_rate": 5e-3,
-                # Chosen for each model among three, on the demo's own validation documents: rows
-                # of unit size (NAG) and of size 0.02 need other rates. The demo says so.
+                # Chosen for each model between 8 and 15, on the demo's own validation documents:
+                # rows of unit size (NAG) and of size 0.02 need other rates. The demo says so.
                 "rate_multiplier": {"embedding": 15.0 if nag else 8.0},
             },
             "train": {"steps": 220, "batch_size": 16, "log_every": 5},

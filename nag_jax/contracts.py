@@ -746,7 +746,8 @@ def _nats_and_gradients(model: LanguageModel) -> Callable[[Any, Any], tuple[Arra
     def loss(params, batch):
         balance = model.initial_balance()
         out = model.evaluate_batch(params, batch, model.warmup_steps, False, balance)
-        return jnp.sum(out["nats"]) + out["auxiliary_loss"], out["nats"]
+        auxiliary = 0.0 if out["auxiliary_loss"] is None else out["auxiliary_loss"]
+        return jnp.sum(out["nats"]) + auxiliary, out["nats"]
 
     def both(params, batch):
         gradients, nats = jax.grad(loss, has_aux=True)(params, batch)

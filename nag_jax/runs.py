@@ -18,6 +18,7 @@ from nag_jax.errors import UserError
 from nag_jax.evals import generate as generation
 from nag_jax.evals.bits_per_byte import Evaluation, make_evaluator
 from nag_jax.evals.loglikelihood import Scored, score_pairs
+from nag_jax.kinds import is_registered
 from nag_jax.models.attention_kernels import KERNELS
 from nag_jax.models.stages import MAX_LOOPS
 from nag_jax.models.transformer import LanguageModel, build_model
@@ -193,11 +194,15 @@ class Run:
 
 def _for_any_device(config: ConfigDict) -> ConfigDict:
     """The config, without insisting on a kernel of the devices that the run was trained on."""
-    if config.model.attention.get("implementation") not in KERNELS:
-        return config
     config = config.copy_and_resolve_references()
     with config.unlocked():
-        config.model.attention.implementation = "auto"
+        if config.model.attention.get("implementation") in KERNELS:
+            config.model.attention.implementation = "auto"
+        for name in ("implementation", "exchange"):
+            if name in config.model.feedforward and is_registered(
+                "model.feedforward", config.model.feedforward.kind
+            ):
+                config.model.feedforward[name] = "auto"
     return config
 
 

@@ -207,9 +207,7 @@ def validate(config: ConfigDict) -> None:
         )
     remaining = [key for key in leaves if key.startswith("mesh.") and leaves[key] == -1]
     if len(remaining) > 1:
-        raise UserError(
-            f"{' and '.join(remaining)} are -1: only one of them can take what remains"
-        )
+        raise UserError(f"{' and '.join(remaining)} are -1: only one of them can take what remains")
     _validate_optimizer(config)
 
 

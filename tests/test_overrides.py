@@ -110,7 +110,7 @@ LEAVES: dict[str, Leaf] = {
     "model.feedforward.router_z_loss": Leaf("0.1", "model"),
     "model.feedforward.router_width": Leaf("5", "model"),
     "model.feedforward.implementation": Leaf("ragged_dot", "implementations"),
-    "model.feedforward.exchange": Leaf("ragged", "implementations"),
+    "model.feedforward.exchange": Leaf("ragged", "implementations", ("mesh.expert=2",)),
     "model.initialisation.std": Leaf("0.3", "model"),
     "model.initialisation.alpha_qk": Leaf("3", "model"),
     "model.initialisation.alpha_vo": Leaf("3", "model"),

@@ -151,9 +151,7 @@ def memory_estimate(
             continue
         runs = info.shape[0] * _loops(path, stages)
         if info.role == "matrix":
-            # A token has one output of each matrix, or one of each expert that it chooses.
-            count = info.shape[info.axes.index("expert")] if "expert" in info.axes else 1
-            count *= _active_share(path, info, config)
+            count = _outputs_by_token(path, info, config, mesh)
             outputs += runs * count * math.prod(info.shape[i] for i in info.columns)
             if _sublayer(path) == "attention" and info.columns == (info.axes.index("embed"),):
                 attention_output += runs * math.prod(info.shape[i] for i in info.rows)
@@ -217,15 +215,32 @@ def _sublayer(path: str) -> str:
     return names[2] if names[0].startswith("stage_") else names[0]
 
 
-def _active_share(path: str, info: ParamInfo, config: ConfigDict) -> float:
-    """The part of a parameter that a token uses: of experts, those that it chooses."""
+def _outputs_by_token(path: str, info: ParamInfo, config: ConfigDict, mesh: Mesh | None) -> float:
+    """How many rows a matrix has room for, for each of a device's tokens.
+
+    One; of experts the k that a token chooses, and over an expert axis of D devices the worst case:
+    all D devices' tokens choosing this one's experts.
+    """
     if "expert" not in info.axes:
+        return 1.0
+    experts = info.shape[info.axes.index("expert")]
+    chosen = experts * _active_share(path, info, config)
+    devices = 1 if mesh is None else mesh.shape["expert"]
+    if devices == 1 or experts % devices:
+        return chosen
+    return devices * min(chosen, experts // devices)
+
+
+def _active_share(path: str, info: ParamInfo, config: ConfigDict) -> float:
+    """The part of a parameter that a token uses: of experts, what their kind says, if it does."""
+    if "expert" not in info.axes or not path.startswith("stage_"):
         return 1.0
     stage, block, sublayer = path.split("/")[:3]
     sizes = stages_of(config.model)[stage]
     position = sizes.positions[sizes.block_names.index(block)]
     options = pattern_of(config.model)[position][sublayer]
-    return kind_class(f"model.{sublayer}", options.kind).active_share(options)
+    kind = kind_class(f"model.{sublayer}", options.kind)
+    return kind.active_share(options) if hasattr(kind, "active_share") else 1.0
 
 
 def _loops(path: str, stages: Mapping[str, StageSizes]) -> int:

@@ -127,12 +127,12 @@ class Measured(NamedTuple):
 
     Attributes:
         taps: By name, for each sub-layer.
-        auxiliary_loss: Terms of the training loss, in nats.
+        auxiliary_loss: Terms of the training loss, in nats; None where no branch has any.
         statistics: By sub-layer and name, what the update of the balance wants.
     """
 
     taps: dict[str, Array]
-    auxiliary_loss: Float[Array, ""]
+    auxiliary_loss: Float[Array, ""] | None
     statistics: dict[str, Any]
 
 
@@ -195,7 +195,7 @@ class Block(nnx.Module):
                 statistics[name] = jax.lax.stop_gradient(out.statistics)
             collected.append(taps)
         taps = {key: jnp.stack([taps[key] for taps in collected]) for key in collected[0]}
-        measured = Measured(taps, sum(losses, jnp.zeros((), jnp.float32)), statistics)
+        measured = Measured(taps, _total(losses), statistics)
         return Carry(stream, memo, new_cache), measured
 
 
@@ -264,7 +264,7 @@ class Stage(nnx.Module):
                 losses.append(measured.auxiliary_loss)
                 statistics |= {name: measured.statistics} if measured.statistics else {}
             taps = {key: jnp.concatenate([tap[key] for tap in taps]) for key in taps[0]}
-            return carry, Measured(taps, sum(losses), statistics)
+            return carry, Measured(taps, _total(losses), statistics)
 
         def once(carry, iteration):
             step = functools.partial(repeat, iteration=iteration)
@@ -277,7 +277,8 @@ class Stage(nnx.Module):
             carry, measured = jax.lax.scan(once, carry, jnp.arange(sizes.loops))
             statistics = jax.tree.map(lambda x: jnp.sum(x, axis=0), measured.statistics)
         taps = {name: values.reshape(-1) for name, values in measured.taps.items()}
-        return carry, Measured(taps, jnp.sum(measured.auxiliary_loss), statistics)
+        loss = jax.tree.map(jnp.sum, measured.auxiliary_loss)
+        return carry, Measured(taps, loss, statistics)
 
 
 class Forward(NamedTuple):
@@ -296,7 +297,7 @@ class Forward(NamedTuple):
     log_scale: Float[Array, "B T"]
     cache: dict[str, Cache]
     taps: dict[str, Array]
-    auxiliary_loss: Float[Array, ""]
+    auxiliary_loss: Float[Array, ""] | None
     statistics: dict[str, Any]
 
 
@@ -355,7 +356,7 @@ class Transformer(nnx.Module):
             statistics |= {name: measured.statistics} if measured.statistics else {}
         hidden, log_scale = self.ends.finish(carry.stream)
         taps = {name: jnp.concatenate([t[name] for t in collected]) for name in collected[0]}
-        return Forward(hidden, log_scale, caches, taps, sum(losses), statistics)
+        return Forward(hidden, log_scale, caches, taps, _total(losses), statistics)
 
     def initial_memo(self, shape: tuple[int, int]) -> dict[str, dict[str, Array]]:
         """What the first block finds, by sub-layer, where a kind leaves anything."""
@@ -370,6 +371,12 @@ class Transformer(nnx.Module):
         matrix = self.ends.decode_matrix(self.table.rows[...])
         matrix = rules.gather_weight(matrix, ("vocabulary", "embed"))
         return lambda hidden, log_scale: self.ends.decode(hidden, log_scale, matrix)
+
+
+def _total(losses: list[Array | None]) -> Array | None:
+    """The sum of the terms that there are."""
+    losses = [loss for loss in losses if loss is not None]
+    return sum(losses[1:], losses[0]) if losses else None
 
 
 def memo_widths(name: str, options: ConfigDict) -> dict[str, int]:

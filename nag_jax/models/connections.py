@@ -145,6 +145,7 @@ class NormAgnostic(nnx.Module):
         if out.weight is not None:
             weight = out.weight.astype(gain.dtype)
             if self.unit_router_weight:
+                weight = jnp.maximum(weight, jnp.finfo(weight.dtype).tiny)
                 weight = weight / jax.lax.stop_gradient(weight)
             gain = gain * weight
         direction, log_gain = nag_update(direction, out.y, gain)

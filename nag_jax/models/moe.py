@@ -126,13 +126,15 @@ class MixtureOfExperts(nnx.Module):
             UserError: What the config asks for cannot serve here.
         """
         options, platform = config.model.feedforward, platform_in_use()
+        # How long the axis is, unless it is left to the number of devices.
+        shards = None if config.mesh.expert == -1 else config.mesh.expert
         choice = rows.choose(
             options.implementation,
             platform,
             dtype=config.model.compute_dtype,
             strict=config.model.strict_kernels,
         )
-        return [choice.row, experts.choose(options.exchange, platform, config.mesh.expert).row]
+        return [choice.row, experts.choose(options.exchange, platform, shards).row]
 
     @staticmethod
     def validate(config: ConfigDict) -> None:
@@ -161,8 +163,8 @@ class MixtureOfExperts(nnx.Module):
             ):
                 raise UserError(
                     f"model.connection.kind=residual_free removes the router's weight, so with "
-                    f"{node}.top_k=1 the router would get no gradient: set {node}.top_k to 2 or "
-                    f"more, or {node}.shared_hidden above 0"
+                    f"{node}.top_k=1 the router would get no gradient: set {node}.shared_hidden "
+                    f"above 0, or {node}.top_k to 2 or more (of at least as many experts)"
                 )
 
     def __init__(
@@ -213,18 +215,23 @@ class MixtureOfExperts(nnx.Module):
         """Routes every token and runs its experts."""
         logits, memo = self.router(x, context.memo)
         probabilities = jax.nn.softmax(logits, axis=-1)
-        chosen, of_chosen = self._choose(probabilities, context.balance["bias"])
+        bias = context.balance["bias"]
+        _, chosen = jax.lax.top_k(jax.lax.stop_gradient(probabilities + bias), self.top_k)
+        of_chosen = self._at(chosen, probabilities)
         weight = jnp.sum(of_chosen, axis=-1)
         if self.has_shared:
             shares, weight = of_chosen, None
         elif self.top_k == 1:  # p/p is 1, but its computed gradient would be rounding noise
             shares = jnp.ones_like(of_chosen)
         else:
-            shares = of_chosen / weight[..., None]
+            # p/sum p, also where the bias chose experts whose probabilities underflow.
+            shares = jax.nn.softmax(self._at(chosen, logits), axis=-1)
         weights = {name: getattr(self, name) for name in EXPERTS}
         platform = platform_in_use()
         dtype = self.numerics.dtype
         implementation = rows.choose(self.implementation, platform, dtype=dtype).name
+        mesh = jax.sharding.get_abstract_mesh()
+        shards = 1 if mesh.empty else mesh.shape["expert"]
 
         def run(local: dict[str, Array], tokens: Array, sizes: Array) -> Array:
             def product(name: str, inputs: Array) -> Array:
@@ -241,7 +248,7 @@ class MixtureOfExperts(nnx.Module):
             x.astype(self.numerics.dtype),
             chosen,
             shares.astype(self.numerics.dtype),
-            exchange=experts.choose(self.exchange, platform).name,
+            exchange=experts.choose(self.exchange, platform, shards).name,
         )
         if self.has_shared:
             y = y + self.shared(x, keep, context).y
@@ -253,15 +260,12 @@ class MixtureOfExperts(nnx.Module):
             statistics={"load": self._load(chosen, context.valid)},
         )
 
-    def _choose(
-        self, probabilities: Float[Array, "B T E"], bias: Float[Array, " E"]
-    ) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"]]:
-        """The chosen experts, best first (of equal ones the first), and their probabilities."""
-        _, chosen = jax.lax.top_k(jax.lax.stop_gradient(probabilities + bias), self.top_k)
-        # Not a gather, whose transpose is a scatter.
-        places = jnp.arange(self.num_experts)
-        marks = chosen[..., None] == places
-        return chosen, jnp.sum(jnp.where(marks, probabilities[..., None, :], 0), axis=-1)
+    def _at(
+        self, chosen: Int[Array, "B T k"], values: Float[Array, "B T E"]
+    ) -> Float[Array, "B T k"]:
+        """The chosen experts' values; not by a gather, whose transpose is a scatter."""
+        marks = chosen[..., None] == jnp.arange(self.num_experts)
+        return jnp.sum(jnp.where(marks, values[..., None, :], 0), axis=-1)
 
     def _load(self, chosen: Int[Array, "B T k"], valid: Bool[Array, "B T"]) -> Float[Array, " E"]:
         """How many valid tokens chose each expert."""
@@ -270,17 +274,15 @@ class MixtureOfExperts(nnx.Module):
 
     def _auxiliary_loss(
         self, logits: Float[Array, "B T E"], probabilities: Array, context: Context
-    ) -> Float[Array, ""] | None:
-        """The optional terms of the loss, summed over valid tokens; None where there is none."""
-        by_token = []
+    ) -> Float[Array, ""]:
+        """The optional terms of the loss, summed over valid tokens."""
+        by_token = [jnp.zeros(probabilities.shape[:-1], probabilities.dtype)]
         if self.load_balance_loss:
             load = context.balance["load"].astype(probabilities.dtype)
             uneven = self.num_experts * jnp.sum(load * probabilities, axis=-1)
             by_token.append(self.load_balance_loss * uneven)
         if self.router_z_loss:
             by_token.append(self.router_z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2)
-        if not by_token:
-            return None
         return jnp.sum(jnp.where(context.valid, sum(by_token), 0))
 
 

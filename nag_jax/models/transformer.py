@@ -225,8 +225,8 @@ class LanguageModel:
 
         Returns:
             nats and correct [B, T] (at least float32, 0 where the target is not valid); summed over
-            valid targets: taps, each [sub-layers], auxiliary_loss in nats, and the statistics for
-            `update_balance`.
+            valid targets: taps, each [sub-layers], auxiliary_loss in nats (None where no branch has
+            any), and the statistics for `update_balance`.
         """
         valid = batch["valid"][:, 1:]
         inputs = batch["tokens"][:, :-1], batch["segment_ids"][:, :-1]

@@ -49,18 +49,19 @@ def choose(requested: str, platform: str, shards: int | None = None) -> Choice:
         shards: Length of the mesh's expert axis, where known.
 
     Returns:
-        The choice; "auto" is "ragged" where the platform has it.
+        The choice; "auto" is "ragged" where the platform has it. `run_experts` does neither where
+        the experts or the rows of a batch do not divide the devices.
 
     Raises:
         UserError: If "ragged" is asked for on CPU.
     """
+    if shards == 1:
+        return Choice("local", "every device holds all experts")
     if requested == "ragged" and platform == "cpu":
         raise UserError(
             "model.feedforward.exchange=ragged does not run on CPU, where XLA has no "
             "ragged_all_to_all; allowed there: auto, gather"
         )
-    if shards == 1:
-        return Choice("local", "every device holds all experts")
     if requested != "auto":
         return Choice(requested, "asked for")
     if platform == "cpu":

@@ -58,12 +58,14 @@ def train_step(
     Returns:
         (state, batch) -> (state, metrics): loss in nats per token, accuracy, valid tokens, norms of
         gradient, update and parameters, rate, whether all was finite, the mean taps by sub-layer
-        and, for models with a balance, the auxiliary loss in nats per token and what the update of
+        and, where the model has them, the auxiliary loss in nats per token and what the update of
         the balance tells by layer.
     """
 
     def loss(params, micro_batch, balance, age):
         sums = batch_sums(model, params, balance, micro_batch, age, taps)
+        if sums["auxiliary_loss"] is None:
+            return sums["nats"], sums
         return sums["nats"] + sums["auxiliary_loss"], sums
 
     def step_function(state: TrainState, batch: Batch):
@@ -112,7 +114,9 @@ def train_step(
         balance = state.balance
         if balance:
             balance, told = model.update_balance(balance, sums["statistics"])
-            metrics |= {"auxiliary_loss": sums["auxiliary_loss"] / tokens, "balance": told}
+            metrics["balance"] = told
+        if sums["auxiliary_loss"] is not None:
+            metrics["auxiliary_loss"] = sums["auxiliary_loss"] / tokens
         # The parameters too: a finite gradient can lead to parameters that are not, and a state
         # with them must be neither saved nor gone on from.
         finite = jnp.all(

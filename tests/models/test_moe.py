@@ -302,3 +302,26 @@ def test_cached_decoding(kind, quick_compile):
         expected = whole[np.arange(2), places]
         np.testing.assert_allclose(logits, expected, atol=1e-5 * np.abs(whole).max())
         logits, state = step(params, rows[np.arange(2), places + 1], state, STEP, balance)
+
+
+@pytest.mark.parametrize("gap", [50.0, 300.0])
+@pytest.mark.parametrize(
+    "form", [{"feedforward__top_k": (2,)}, {"connection__router_weight": "unit"}]
+)
+def test_experts_of_vanishing_probability(gap, form, quick_compile):
+    """The bias may choose experts whose probability underflows: gradients stay finite."""
+    model = build_model(small_config(**MOE | form, num_blocks=1), VOCAB)
+    params, batch = random_params(model), packed_batch([[9]], 8)
+    branch = params["stage_0"]["blocks"]["feedforward"]["branch"]
+    router = branch["router"]["weight"]
+    router[...] = 0
+    router[0, :, 0] = np.sign(params["table"]["rows"][batch["tokens"][0, 0]]) * gap
+    balance = model.initial_balance()
+    bias = balance["stage_0"]["blocks"]["feedforward"]["bias"]
+    balance["stage_0"]["blocks"]["feedforward"]["bias"] = bias.at[:, 3:].set(5.0)
+
+    def loss(p):
+        return model.evaluate_batch(p, batch, STEP, False, balance)["nats"].sum()
+
+    for leaf in jax.tree.leaves(jax.jit(jax.grad(loss))(params)):
+        assert np.isfinite(leaf).all()
