@@ -215,8 +215,7 @@ class MixtureOfExperts(nnx.Module):
         """Routes every token and runs its experts."""
         logits, memo = self.router(x, context.memo)
         probabilities = jax.nn.softmax(logits, axis=-1)
-        bias = context.balance["bias"]
-        _, chosen = jax.lax.top_k(jax.lax.stop_gradient(probabilities + bias), self.top_k)
+        chosen = self._choose(probabilities, context.balance["bias"])
         of_chosen = self._at(chosen, probabilities)
         weight = jnp.sum(of_chosen, axis=-1)
         if self.has_shared:
@@ -259,6 +258,12 @@ class MixtureOfExperts(nnx.Module):
             auxiliary_loss=self._auxiliary_loss(logits, probabilities, context),
             statistics={"load": self._load(chosen, context.valid)},
         )
+
+    def _choose(
+        self, probabilities: Float[Array, "B T E"], bias: Float[Array, " E"]
+    ) -> Int[Array, "B T k"]:
+        """The chosen experts, best first, of equal ones the first."""
+        return jax.lax.top_k(jax.lax.stop_gradient(probabilities + bias), self.top_k)[1]
 
     def _at(
         self, chosen: Int[Array, "B T k"], values: Float[Array, "B T E"]

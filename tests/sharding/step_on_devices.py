@@ -200,9 +200,8 @@ CASES = {
     "nag": ("nag", "ccgqa", "moe", [((1, 2, 2, 2), 2)]),
     "prenorm": ("prenorm", "gqa", "swiglu", [((1, 1, 1, 1), 2), ((2, 1, 4, 1), 1)]),
 } | {
-    f"{connection}_ccgqa_{feedforward}": (connection, "ccgqa", feedforward, PAPER_MESHES)
+    f"{connection}_ccgqa_moe": (connection, "ccgqa", "moe", PAPER_MESHES)
     for connection in ("nag", "prenorm", "residual_free")
-    for feedforward in FEEDFORWARDS
 }
 
 
