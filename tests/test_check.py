@@ -13,6 +13,7 @@ from nag_jax import contracts
 from nag_jax.errors import UserError
 from nag_jax.models.transformer import build_model
 from nag_jax.sharding.mesh import single_device_mesh
+from nag_jax.sharding.rules import MESH_AXES
 
 pytestmark = pytest.mark.usefixtures("cached_compilation")
 
@@ -105,7 +106,7 @@ def test_the_packages_own_parts_hold():
 
 def test_a_mesh_that_changes_results(monkeypatch):
     """A mesh of one device will do; `tests/test_examples.py` has one of four."""
-    monkeypatch.setattr(contracts, "MESH", {"data": 1, "fsdp": 1})
+    monkeypatch.setattr(contracts, "MESH", dict.fromkeys(MESH_AXES, 1))
     name = "mesh equals single device"
     result = results([name], feedforward__kind="broken_parts:OnAMesh")[name]
     assert result.holds is False
