@@ -49,6 +49,8 @@ RESUMABLE_KEYS = (
     "metrics.",
     "model.attention.implementation",
     "model.attention.query_chunk",
+    "model.feedforward.exchange",
+    "model.feedforward.implementation",
     "model.loss_chunk",
     "model.remat",
     "model.strict_kernels",
