@@ -38,7 +38,3 @@ def test_eight_devices_and_accumulation_equal_one():
     """Metrics to 1e-5, parameters to rounding, bytes a device to 1.1 times its share."""
     out = run_on_eight_devices("step_on_devices.py", "nag")
     assert f"metrics: {sorted(METRICS | GATES | EXPERTS)}" in out
-
-
-def test_decoding_on_eight_devices_equals_one():
-    assert run_on_eight_devices("decode_on_devices.py").count("decodes:") == 1

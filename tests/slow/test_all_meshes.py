@@ -39,5 +39,9 @@ def test_a_dense_model_with_fewer_key_value_heads_than_tensor_devices():
     assert run_on_eight_devices("step_on_devices.py", "prenorm").count("agrees:") == 2
 
 
+def test_decoding_on_eight_devices_equals_one():
+    assert run_on_eight_devices("decode_on_devices.py").count("decodes:") == 1
+
+
 def test_collectives():
     run_on_eight_devices("count_collectives.py", "data", "fsdp", "tensor", "mixed")
