@@ -241,7 +241,7 @@ def _resume(checkpoints, config, model, optimizer, mesh, prepared):
     print(f"Going on from step {step} of {config.train.steps} in {checkpoints.folder}.")
     changed = config_lib.diff(_saved_config(documents, config), config)
     meshes = [
-        ", ".join(f"{axis} {length}" for axis, length in shape.items())
+        ", ".join(f"{axis} {length}" for axis, length in shape.items() if length > 1) or "one"
         for shape in (json.loads(documents[MESH_FILE]), dict(mesh.shape))
     ]
     if meshes[0] != meshes[1]:

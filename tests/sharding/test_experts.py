@@ -71,4 +71,5 @@ def test_choices():
     assert experts.choose("gather", "tpu", 4).name == "gather"
     assert experts.choose("auto", "gpu", 1).name == "local"
     with pytest.raises(UserError, match="allowed there: auto, gather"):
-        experts.choose("ragged", "cpu", 1)
+        experts.choose("ragged", "cpu", 2)
+    assert experts.choose("ragged", "cpu", 1).name == "local"

@@ -167,7 +167,7 @@ def test_half_the_devices_and_another_accumulation(place, tmp_path):
     shutil.rmtree(tmp_path / "four" / "checkpoints" / "00000006")
     said, on_four = run(tmp_path / "four", 4, "four.json", **{"train.accumulation": 2})
     assert "Going on from step 3 of 6" in said
-    assert "train.accumulation: 1 -> 2; devices: data 8, fsdp 1 -> data 4, fsdp 1." in said
+    assert "train.accumulation: 1 -> 2; devices: data 8 -> data 4." in said
 
     # The rows are what the stream of a lone process gives, whatever the devices.
     config = place.config(**dunder(keys))
