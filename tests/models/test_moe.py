@@ -176,7 +176,7 @@ def test_the_routers_gradient_is_no_artefact_of_an_epsilon(form, x64, monkeypatc
 
     def size(floors):
         keys = form | ({"connection__norm_epsilon": 1e-30} if floors and "nag" not in name else {})
-        model, params, balance, _ = build(**keys)
+        model, params, balance, _ = build(**keys, num_blocks=1)
 
         def loss(p):
             return model.evaluate_batch(p, batch, STEP, False, balance)["nats"].sum()
@@ -240,13 +240,13 @@ def balances_after(steps, batch, **options):
     for _ in range(steps):
         state, metrics = step(state, batch)
         told.append(jax.device_get(metrics["balance"]))
-    return jax.device_get(state.balance), told, state
+    return jax.device_get(state.balance), told
 
 
 def test_balance_does_not_depend_on_how_a_step_is_run(quick_compile):
-    """Bit for bit the same with and without remat and accumulation, and untouched by evaluation."""
+    """Bit for bit the same with and without remat and accumulation."""
     batch = packed_batch([[9], [4, 4], [2, 2, 2], [7, 2]], 8)
-    expected, told, state = balances_after(3, batch, accumulation=1)
+    expected, told = balances_after(3, batch, accumulation=1)
     bias = expected["stage_0"]["blocks"]["feedforward"]["bias"]
     assert bias.shape == (2, 8)
     assert np.unique(np.abs(bias).round(5)).tolist() != [0.0]
@@ -254,12 +254,8 @@ def test_balance_does_not_depend_on_how_a_step_is_run(quick_compile):
     np.testing.assert_allclose(load.sum(axis=-1), 1, rtol=1e-6)
     assert set(told[0]) == {"feedforward_load_over_mean", "feedforward_idle_experts"}
     assert all(values.shape == (2,) for values in told[0].values())
-    found, _, _ = balances_after(3, batch, accumulation=4, remat="nothing_saveable")
+    found, _ = balances_after(3, batch, accumulation=4, remat="nothing_saveable")
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    before = jax.tree.map(np.copy, expected)
-    model = build_model(small_config(**MOE), VOCAB)
-    jax.jit(model.evaluate_batch, static_argnums=3)(state.params, batch, 0, True, state.balance)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.balance), before)
 
 
 def test_a_model_with_a_balance_insists_on_it():
