@@ -38,7 +38,7 @@ def get_config(arg: str = "") -> ConfigDict:
                 # rows of unit size (NAG) and of size 0.02 need other rates. The demo says so.
                 "rate_multiplier": {"embedding": 15.0 if nag else 8.0},
             },
-            "train": {"steps": 220, "batch_size": 16, "log_every": 5},
+            "train": {"steps": 110, "batch_size": 16, "log_every": 5},
             "evaluation": {"every": 55},
         }
     )
