@@ -31,8 +31,8 @@ SAMPLE_TOKENS = 120
 SETTINGS = (
     "Both models have CCGQA, a mixture of eight experts and Muon. Each one's embedding rate is the "
     "better of two (8 and 15) by one run each of twice the steps on these same validation "
-    "documents: NAG 1.306 and 1.285 bits per byte, pre-norm 1.304 and 1.327. NAG's starting scale, its scale's rate and its "
-    "warm-up are its own too, set and not tried."
+    "documents: NAG 1.306 and 1.285 bits per byte, pre-norm 1.304 and 1.327. NAG's starting scale, "
+    "its scale's rate and its warm-up are its own too, set and not tried."
 )
 
 
