@@ -46,7 +46,11 @@ def reference(place):
 
 def finish(job):
     ended = job.end()
-    assert [(run.returncode, run.stderr) for run in ended] == [(0, "")] * len(ended)
+    # XLA warns of a resharding on some meshes.
+    said = ["\n".join(x for x in run.stderr.splitlines() if "[SPMD]" not in x) for run in ended]
+    assert [(run.returncode, text) for run, text in zip(ended, said, strict=True)] == [
+        (0, "")
+    ] * len(ended)
     assert all(run.stdout == "" for run in ended[1:])
     return ended[0].stdout
 
