@@ -1,13 +1,9 @@
 """Experts wherever they are: one device against NumPy, then meshes of eight simulated devices."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
+from eight_devices import run_on_eight_devices
 from experts_on_devices import EXPERTS, check
 
 from nag_jax.errors import UserError
@@ -21,22 +17,8 @@ def test_one_device(rows, length, k):
 
 
 def test_eight_devices():
-    here = Path(__file__).parent
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(here.parent)]),
-    }
-    result = subprocess.run(
-        [sys.executable, str(here / "experts_on_devices.py")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("checked") == 10
+    out = run_on_eight_devices("experts_on_devices.py")
+    assert out.count("checked") == 10
 
 
 def test_routes_of_an_example():

@@ -3,35 +3,13 @@
 Here are a few meshes; `tests/slow/test_all_meshes.py` has the others.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from eight_devices import run_on_eight_devices
 
 METRICS = {"accuracy", "finite", "gradient_norm", "learning_rate", "loss", "parameter_norm"}
 METRICS |= {"tokens", "update_norm", "taps/gain", "taps/norm", "taps/rotation"}
 GATES = {"taps/gate", "taps/gate_floored"}
 EXPERTS = {"auxiliary_loss", "balance/feedforward_idle_experts"}
 EXPERTS |= {"balance/feedforward_load_over_mean"}
-
-
-def run_on_eight_devices(script, *arguments):
-    """Runs a script of this folder on simulated devices and returns what it printed."""
-    here = Path(__file__).parent
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(here.parent)]),
-    }
-    result = subprocess.run(
-        [sys.executable, str(here / script), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 def test_eight_devices_and_accumulation_equal_one():

@@ -1,31 +1,7 @@
 """Each connection with CCGQA and experts on meshes of all axes; what a step sends."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-TESTS = Path(__file__).parents[1]
-
-
-def run_on_eight_devices(script, *arguments):
-    """Runs a script of `tests/sharding` on simulated devices and returns what it printed."""
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
-    }
-    done = subprocess.run(
-        [sys.executable, str(TESTS / "sharding" / script), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from eight_devices import run_on_eight_devices
 
 
 @pytest.mark.parametrize("connection", ["nag", "prenorm", "residual_free"])
