@@ -26,9 +26,9 @@ demo: $(VENV)/.installed-$(VERSION)
 test: environment
 	$(PYTEST) $(PYTEST_ARGS)
 
-# The project's own pytest options leave tests/slow out, so they are set aside here.
+# The project's own pytest options leave the slow tests out, so they are set aside here.
 slow: environment
-	$(PYTEST) -o addopts=-q tests/slow $(PYTEST_ARGS)
+	$(PYTEST) -o addopts=-q -m slow $(PYTEST_ARGS)
 
 lint: environment
 	$(VENV)/bin/ruff check .

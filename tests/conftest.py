@@ -15,6 +15,13 @@ settings.register_profile(
 settings.load_profile("project")
 
 
+def pytest_collection_modifyitems(items):
+    """All of tests/slow is slow; elsewhere single tests are marked."""
+    for item in items:
+        if item.path.parent.name == "slow":
+            item.add_marker("slow")
+
+
 @pytest.fixture
 def quick_compile():
     """See `small_models.quick_compilation`."""

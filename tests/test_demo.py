@@ -17,6 +17,7 @@ def bits_shown(text):
     return {name: float(bits) for name, bits in rows}
 
 
+@pytest.mark.slow
 def test_two_runs_and_a_report(tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -177,7 +177,8 @@ def collect_rows(
 def _take(x: Array, rows: Array, past_the_end: bool = False) -> Array:
     """x[rows], where rows past the end, if there can be any, are zero."""
     mode = "fill" if past_the_end else "promise_in_bounds"
-    return x.at[rows].get(mode=mode, fill_value=0, wrap_negative_indices=False)
+    # Outside of a trace a custom_vjp function is handed NumPy arrays as they are.
+    return jnp.asarray(x).at[rows].get(mode=mode, fill_value=0, wrap_negative_indices=False)
 
 
 def _gather_rows_backward(residuals, d_rows):

@@ -131,8 +131,8 @@ def test_memory_of_parameters_and_optimizer_state_is_exact():
 @pytest.mark.parametrize(
     "remat, attention",
     [
-        ("nothing_saveable", "gqa"),
-        ("dots_with_no_batch_dims_saveable", "gqa"),
+        pytest.param("nothing_saveable", "gqa", marks=pytest.mark.slow),
+        pytest.param("dots_with_no_batch_dims_saveable", "gqa", marks=pytest.mark.slow),
         ("none", "gqa"),
         ("dots_with_no_batch_dims_saveable", "ccgqa"),
     ],

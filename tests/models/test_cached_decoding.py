@@ -55,7 +55,11 @@ def test_cached_logits_are_those_of_whole_rows(attention, connection):
 
 @pytest.mark.parametrize(
     ("attention", "connection"),
-    [("gqa", "nag"), ("ccgqa", "residual_free"), ("without a cache of its own", "prenorm")],
+    [
+        ("gqa", "nag"),
+        pytest.param("ccgqa", "residual_free", marks=pytest.mark.slow),
+        pytest.param("without a cache of its own", "prenorm", marks=pytest.mark.slow),
+    ],
 )
 def test_in_a_loop(attention, connection):
     assert apart({"connection__kind": connection} | ATTENTION[attention] | LOOP) < 1e-5

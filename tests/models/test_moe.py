@@ -165,6 +165,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 def test_the_routers_gradient_is_no_artefact_of_an_epsilon(form, x64, monkeypatch):
     """With every floor of a norm at 1e-30 a top-1 router's gradient is not 1000 times smaller.

@@ -191,6 +191,7 @@ def benchmark():
     del sys.modules[path.stem]
 
 
+@pytest.mark.slow
 def test_tokens_collapse_by_initialisation_as_measured(benchmark):
     """At blocks 6 and 12: diversity, and weight on oneself (docs/residual_free.md)."""
 

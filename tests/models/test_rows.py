@@ -133,6 +133,14 @@ def test_sorting_and_gathering(k):
     assert "scatter" not in jax.jit(jax.grad(loss)).lower(x).as_text()
 
 
+def test_gathering_rows_of_a_numpy_array():
+    """As they come outside of a trace, from a restored checkpoint say."""
+    x, order = np.eye(3, dtype=np.float32), np.array([2, 0, 1], np.int32)
+    places = np.argsort(order).astype(np.int32)
+    np.testing.assert_array_equal(rows.gather_rows(x, order, places), x[order])
+    np.testing.assert_array_equal(rows.collect_rows(x[order], order, places), x)
+
+
 def test_choices():
     def auto(platform, dtype="bfloat16", strict=False):
         return rows.choose("auto", platform, dtype=dtype, strict=strict)

@@ -235,7 +235,9 @@ def test_logits_leave_the_padding_out():
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("loss_chunk, query_chunk", [(0, 64), (7, 1)])
+@pytest.mark.parametrize(
+    "loss_chunk, query_chunk", [(7, 1), pytest.param(0, 64, marks=pytest.mark.slow)]
+)
 def test_chunk_sizes_change_nothing(loss_chunk, query_chunk):
     """Neither the cross-entropy's nor attention's, tails included."""
     out, gradients = evaluate(loss_chunk=loss_chunk, attention__query_chunk=query_chunk)
@@ -254,6 +256,7 @@ def test_only_valid_targets_count():
     assert_same_gradients(other_gradients, gradients, tolerance=1e-6)
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_close_to_float32_over_48_blocks():
     """96 sub-layers: direction, log-norm, and the direction's norm and mean do not drift."""
     keys = {"num_blocks": 48, "d_model": 64, "attention__qk_norm": True}

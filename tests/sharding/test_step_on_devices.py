@@ -1,6 +1,6 @@
 """A step is the same for 1 and 8 devices and any accumulation, in every metric.
 
-Here are a few meshes; `tests/slow/test_all_meshes.py` has the others.
+Here is one mesh; `tests/slow/test_all_meshes.py` has the others.
 """
 
 from eight_devices import run_on_eight_devices

@@ -31,6 +31,7 @@ def config_of(place, **changes):
     return place.config(**keys | changes)
 
 
+@pytest.mark.slow
 def test_a_runs_balance_is_saved_and_read(place, tmp_path, capsys):
     """Loaded, the run scores as it did; a run from it says what becomes of the balance."""
     outcome = train(config_of(place), tmp_path / "run")

@@ -198,6 +198,7 @@ def test_the_same_command_goes_on(place, source, tmp_path):
     assert "Going on from step" in done.stdout and "Starting from" not in done.stdout
 
 
+@pytest.mark.slow
 def test_gains_stay_warm(config, tmp_path):
     """The warm-up of gains goes on where the weights were, or a new run would damage them."""
     changes = {

@@ -54,7 +54,8 @@ def contents(folder):
 
 
 @pytest.mark.parametrize(
-    ("number", "accumulation", "delay"), [(signal.SIGKILL, 1, 0.31), (signal.SIGTERM, 4, 0.17)]
+    ("number", "accumulation", "delay"),
+    [(signal.SIGKILL, 1, 0.31), pytest.param(signal.SIGTERM, 4, 0.17, marks=pytest.mark.slow)],
 )
 def test_a_killed_run_ends_as_if_it_had_not_been(place, tmp_path, number, accumulation, delay):
     keys = KEYS | {"train.accumulation": accumulation}
@@ -145,6 +146,7 @@ def test_one_run_at_a_time_in_a_folder(place, tmp_path):
     assert saved_steps(tmp_path) == ()
 
 
+@pytest.mark.slow
 def test_half_the_devices_and_another_accumulation(place, tmp_path):
     keys = PLAIN | {"train.steps": 6, "checkpoint.every": 3}
 
