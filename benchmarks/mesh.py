@@ -57,7 +57,13 @@ def exchanged(arguments: argparse.Namespace, axes: dict[str, int]) -> dict[str, 
     optimizer, schedule = build_optimizer(config.optimizer, config.train.steps, model.infos)
     mesh = make_mesh(config.mesh, jax.devices())
     function = train_step(
-        model, optimizer, schedule, accumulation=1, taps=False, skip_not_finite=False
+        model,
+        optimizer,
+        schedule,
+        steps=config.train.steps,
+        accumulation=1,
+        taps=False,
+        skip_not_finite=False,
     )
     shape, sharding = (arguments.rows, arguments.length + 1), rules.batch_sharding(mesh)
     batch = {

@@ -81,7 +81,13 @@ def stepper(
     optimizer, schedule = build_optimizer(config.optimizer, config.train.steps, model.infos)
     mesh = single_device_mesh()
     function = train_step(
-        model, optimizer, schedule, accumulation=1, taps=False, skip_not_finite=False
+        model,
+        optimizer,
+        schedule,
+        steps=config.train.steps,
+        accumulation=1,
+        taps=False,
+        skip_not_finite=False,
     )
     holder = [initialise(model, optimizer, config.seed, mesh)]
     with jax.set_mesh(mesh):

@@ -68,7 +68,13 @@ def ours(config: ConfigDict, kind: str, taps: bool, batch: dict[str, jax.Array])
     mesh = single_device_mesh()
     state = initialise(model, optimizer, config.seed, mesh)
     function = train_step(
-        model, optimizer, schedule, accumulation=1, taps=taps, skip_not_finite=False
+        model,
+        optimizer,
+        schedule,
+        steps=config.train.steps,
+        accumulation=1,
+        taps=taps,
+        skip_not_finite=False,
     )
     with jax.set_mesh(mesh):
         compiled = jit_train_step(function, model, optimizer, mesh).lower(state, batch).compile()

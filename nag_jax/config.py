@@ -71,6 +71,7 @@ def shared_defaults() -> dict[str, Any]:
             "attention": {"kind": "gqa"},
             "feedforward": {"kind": "swiglu"},
             "initialisation": {"kind": "fan_in"},
+            "skipping": {"kind": "none"},
         },
         "optimizer": {
             "kind": "muon",

@@ -22,6 +22,7 @@ REGISTRY: dict[str, dict[str, str]] = {
         "prenorm": "nag_jax.models.connections:PreNorm",
         "nag": "nag_jax.models.connections:NormAgnostic",
         "residual_free": "nag_jax.models.connections:ResidualFree",
+        "gated_prenorm": "nag_jax.models.connections:GatedPreNorm",
     },
     "model.attention": {
         "gqa": "nag_jax.models.attention:GroupedQueryAttention",
@@ -39,6 +40,10 @@ REGISTRY: dict[str, dict[str, str]] = {
         "xavier": "nag_jax.models.initialisation:Xavier",
         "kaiming": "nag_jax.models.initialisation:Kaiming",
         "orthogonal": "nag_jax.models.initialisation:Orthogonal",
+    },
+    "model.skipping": {
+        "none": "nag_jax.models.skipping:NoSkipping",
+        "threshold": "nag_jax.models.skipping:ThresholdSkipping",
     },
     "optimizer": {
         "adamw": "nag_jax.optim.build:AdamWKind",
@@ -73,6 +78,7 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     "model.attention": ("__call__", "context_flops"),
     "model.feedforward": ("__call__",),
     "model.initialisation": ("attention", "up", "down", "key_gain"),
+    "model.skipping": ("sublayers", "only_executed_keys", "score", "decide", "update"),
     "optimizer": ("direction",),
     "optimizer.schedule": ("build",),
     "data.source": ("documents", "listing"),

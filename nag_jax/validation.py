@@ -51,6 +51,7 @@ _COUNTS = Rule(
     "one number for all blocks, or several that blocks take in turn, each at least 1",
 )
 _OFF_OR_STEP = Rule(lambda x: x == -1 or x >= 0, "-1 (off) or a step")
+_SHARE = Rule(lambda x: 0 <= x <= 1, "between 0 and 1")
 _AXIS = Rule(lambda x: x == -1 or x >= 1, "-1 (all devices that remain) or at least 1")
 
 RULES: dict[str, Rule] = {
@@ -114,6 +115,13 @@ RULES: dict[str, Rule] = {
     "model.feedforward.router_width": _at_least(1),
     "model.feedforward.implementation": _one_of("auto", "blocked", "ragged_dot", "tokamax"),
     "model.feedforward.exchange": _one_of("auto", "gather", "ragged"),
+    "model.skipping.rate": Rule(lambda x: 0 <= x < 1, "at least 0 and below 1"),
+    "model.skipping.sublayers": _one_of("both", "attention", "feedforward"),
+    "model.skipping.ramp_start": _SHARE,
+    "model.skipping.ramp_end": _SHARE,
+    "model.skipping.threshold_rate": Rule(lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    "model.skipping.score": _one_of("gate", "rotation"),
+    "model.skipping.keys_values": _one_of("all", "executed"),
     "model.initialisation.std": _above(0),
     "model.initialisation.alpha_qk": _above(0),
     "model.initialisation.alpha_vo": _above(0),

@@ -236,6 +236,7 @@ def train(combination: Combination) -> Trained:
         model,
         optimizer,
         schedule,
+        steps=config.train.steps,
         accumulation=1,
         taps=config.train.taps,
         skip_not_finite=False,

@@ -23,14 +23,19 @@ from nag_jax.models.connections import Stream
 from nag_jax.models.context import BranchOut, Context
 from nag_jax.models.embedding import TokenTable
 from nag_jax.models.linear import GROUPED_PRODUCT, Numerics
+from nag_jax.models.skipping import histogram
 from nag_jax.models.stages import SUBLAYERS, StageSizes, pattern_of, stages_of
 from nag_jax.sharding import rules
+
+# The place of thresholds among the sub-layers of a block, in the balance and in the statistics.
+SKIPPING = "skipping"
 
 # A stage's cache: arrays by block name, sub-layer and name, each [repeats and iterations, B, ...].
 Cache = dict[str, Any]
 
 # State that is neither parameter nor optimizer, by stage, block name, sub-layer and name, each
-# [repeats, ...], or a part of that tree.
+# [repeats, ...], or a part of that tree; thresholds by stage, block name, `SKIPPING` and sub-layer,
+# each [repeats, loops].
 Balance = dict[str, Any]
 
 
@@ -49,25 +54,33 @@ def remat_policy(name: str) -> Callable | None:
 
 
 class SubLayer(nnx.Module):
-    """A branch with its connection: read, gate, branch, write."""
+    """A branch with its connection: read, gate, branch, write; `skipping` where it has a say."""
 
-    def __init__(self, branch: nnx.Module, connection: nnx.Module):
+    def __init__(self, branch: nnx.Module, connection: nnx.Module, skipping: Any):
         self.branch = branch
         self.connection = connection
+        self.skipping = skipping
 
     def __call__(
         self, stream: Stream, context: Context
-    ) -> tuple[Stream, dict[str, Array], BranchOut]:
+    ) -> tuple[Stream, dict[str, Array], BranchOut, Array | None]:
         """Runs the sub-layer.
 
         Returns:
-            The new stream, the taps (empty unless asked for) and what the branch returned. Taps are
-            sums over valid tokens of the stream's norm after the write, the realised gain, the
-            rotation in radians and, where there is a gate, its value and whether it sat on its
-            floor.
+            The new stream, the taps (empty unless asked for), what the branch returned and, where
+            tokens may skip it, the histogram of their scores. Taps are sums over valid tokens of
+            the stream's norm after the write, the realised gain, the rotation in radians and, where
+            there is a gate, its value and whether it sat on its floor; where the model skips, how
+            many tokens did.
         """
         x = self.connection.read(stream)
-        gate = self.connection.gate(x)
+        gate = told = self.connection.gate(x)
+        counts = None
+        if context.threshold is not None:
+            score = self.skipping.score(self.connection, gate, context)
+            keep, m = self.skipping.decide(gate, score, context.threshold)
+            gate = dataclasses.replace(gate, keep=keep, m=m)
+            counts = histogram(score, context.valid)
         run = self.branch if context.cache is None else functools.partial(run_cached, self.branch)
         out = run(x, None if gate is None else gate.keep, context)
         written = self.connection.write(stream, out, gate, context)
@@ -75,12 +88,15 @@ class SubLayer(nnx.Module):
             rules.constrain(part, "batch", *(None,) * (part.ndim - 1)) for part in written.stream
         )
         if not context.taps:
-            return after, {}, out
+            return after, {}, out, counts
         taps = measure(self.connection.describe, stream, after) | {"gain": written.gain}
-        if gate is not None:
-            taps |= {"gate": gate.m, "gate_floored": gate.floored}
+        if told is not None:
+            taps |= {"gate": told.m, "gate_floored": told.floored}
+        if self.skipping.sublayers:
+            keep = jnp.ones_like(context.valid) if gate.keep is None else gate.keep
+            taps["skipped"] = jnp.logical_not(keep).astype(jnp.float32)
         summed = {name: jnp.sum(jnp.where(context.valid, value, 0)) for name, value in taps.items()}
-        return after, jax.lax.stop_gradient(summed), out
+        return after, jax.lax.stop_gradient(summed), out, counts
 
 
 def measure(describe: Callable, before: Stream, after: Stream) -> dict[str, Float[Array, "B T"]]:
@@ -149,8 +165,9 @@ class Block(nnx.Module):
     ):
         """Makes block number `index` (0-based, may be traced), its branches by these options."""
         connection = kind_class("model.connection", options.connection.kind)
-        initialisation = kind_class("model.initialisation", options.initialisation.kind)(
-            options.initialisation
+        initialisation, skipping = (
+            kind_class(f"model.{node}", options[node].kind)(options[node])
+            for node in ("initialisation", "skipping")
         )
         for offset, name in enumerate(SUBLAYERS):
             branch = kind_class(f"model.{name}", options[name].kind)
@@ -163,6 +180,7 @@ class Block(nnx.Module):
                     numerics,
                     rngs,
                 ),
+                skipping,
             )
             setattr(self, name, sublayer)
 
@@ -180,11 +198,12 @@ class Block(nnx.Module):
                 first_sublayer=len(SUBLAYERS) * layers.first + offset + 1,
                 balance=balance.get(name, {}),
                 memo=memo.get(name, {}),
+                threshold=balance.get(SKIPPING, {}).get(name),
             )
             if context.decoding is not None:
                 layer_cache = LayerCache(carry.cache[name], layers.entry, **vars(context.decoding))
                 told = dataclasses.replace(told, cache=layer_cache)
-            stream, taps, out = getattr(self, name)(stream, told)
+            stream, taps, out, counts = getattr(self, name)(stream, told)
             if context.decoding is not None:
                 new_cache[name] = out.cache.arrays
             if out.memo is not None:
@@ -193,6 +212,8 @@ class Block(nnx.Module):
                 losses.append(out.auxiliary_loss)
             if out.statistics:
                 statistics[name] = jax.lax.stop_gradient(out.statistics)
+            if counts is not None:
+                statistics.setdefault(SKIPPING, {})[name] = counts
             collected.append(taps)
         taps = {key: jnp.stack([taps[key] for taps in collected]) for key in collected[0]}
         measured = Measured(taps, _total(losses), statistics)
@@ -237,7 +258,7 @@ class Stage(nnx.Module):
         """Scans the blocks.
 
         Taps come out as [sub-layers of the stage, iterations counted], statistics by block name as
-        [repeats, ...], summed over iterations.
+        [repeats, ...], summed over iterations; those of skipping are [repeats, loops, ...].
         """
         sizes = self.sizes
         splits = {name: nnx.split(getattr(self, name)) for name in sizes.block_names}
@@ -258,7 +279,10 @@ class Stage(nnx.Module):
                 running = first + iteration * sizes.blocks
                 layers = Layers(running, first, iteration * sizes.repeats + number)
                 own = carry._replace(cache=carry.cache.get(name, {}))
-                out, measured = block(own, name, layers, states[name], balance.get(name, {}))
+                told = dict(balance.get(name, {}))
+                if SKIPPING in told:
+                    told[SKIPPING] = {key: x[iteration] for key, x in told[SKIPPING].items()}
+                out, measured = block(own, name, layers, states[name], told)
                 carry = out._replace(cache=carry.cache | ({name: out.cache} if out.cache else {}))
                 taps.append(measured.taps)
                 losses.append(measured.auxiliary_loss)
@@ -272,10 +296,20 @@ class Stage(nnx.Module):
 
         if sizes.loops == 1:
             carry, measured = once(carry, 0)
-            statistics = measured.statistics
+            statistics = jax.tree.map(lambda x: x[None], measured.statistics)
         else:
             carry, measured = jax.lax.scan(once, carry, jnp.arange(sizes.loops))
-            statistics = jax.tree.map(lambda x: jnp.sum(x, axis=0), measured.statistics)
+            statistics = measured.statistics
+        statistics = {
+            name: {
+                part: jax.tree.map(
+                    lambda x, part=part: jnp.swapaxes(x, 0, 1) if part == SKIPPING else x.sum(0),
+                    values,
+                )
+                for part, values in parts.items()
+            }
+            for name, parts in statistics.items()
+        }
         taps = {name: values.reshape(-1) for name, values in measured.taps.items()}
         loss = jax.tree.map(jnp.sum, measured.auxiliary_loss)
         return carry, Measured(taps, loss, statistics)

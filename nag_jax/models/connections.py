@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
 from nag_jax.models.context import BranchOut, Context
-from nag_jax.models.gates import Gate, NormModulator
+from nag_jax.models.gates import Gate, NormModulator, RouterGate
 from nag_jax.models.initializers import fan_in_normal
 from nag_jax.models.linear import scores
 from nag_jax.models.norms import NORMS, root_mean_square
@@ -77,6 +77,7 @@ class NormAgnostic(nnx.Module):
     """
 
     Ends = NormAgnosticEnds
+    gated = True
 
     @staticmethod
     def defaults() -> dict[str, Any]:
@@ -139,9 +140,7 @@ class NormAgnostic(nnx.Module):
         In a loop alpha stands for the first iteration's; a later one's falls with its own l.
         """
         direction, log_norm = stream
-        ratio = jnp.asarray(context.first_sublayer / context.sublayer, gate.m.dtype)
-        alpha = self.alpha[...].astype(gate.m.dtype) * ratio**self.alpha_exponent
-        gain = alpha * context.gain_warmup * gate.m
+        gain = self._gain(gate, context)
         if out.weight is not None:
             weight = out.weight.astype(gain.dtype)
             if self.unit_router_weight:
@@ -150,6 +149,16 @@ class NormAgnostic(nnx.Module):
             gain = gain * weight
         direction, log_gain = nag_update(direction, out.y, gain)
         return Written((direction, log_norm + log_gain.astype(log_norm.dtype)), gain)
+
+    def _gain(self, gate: Gate, context: Context) -> Float[Array, "B T"]:
+        ratio = jnp.asarray(context.first_sublayer / context.sublayer, gate.m.dtype)
+        alpha = self.alpha[...].astype(gate.m.dtype) * ratio**self.alpha_exponent
+        return alpha * context.gain_warmup * gate.m
+
+    def rotation(self, gate: Gate, context: Context) -> Float[Array, "B T"]:
+        """Sine of the angle by which a write turns the direction, a/sqrt(1 + a^2)."""
+        gain = self._gain(gate, context)
+        return gain / jnp.sqrt(1 + gain**2)
 
     @staticmethod
     def describe(stream: Stream) -> tuple[Array, Array]:
@@ -228,7 +237,10 @@ class PreNorm(nnx.Module):
     def write(self, stream: Stream, out: BranchOut, gate: None, context: Context) -> Written:
         """Adds the branch; the realised gain is its size relative to the stream."""
         del gate, context
-        y = weighted(out)
+        return self._added(stream, weighted(out))
+
+    @staticmethod
+    def _added(stream: Stream, y: Float[Array, "B T d"]) -> Written:
         gain = root_mean_square(y)[..., 0] / root_mean_square(stream[0])[..., 0]
         return Written((stream[0] + y,), gain)
 
@@ -237,6 +249,32 @@ class PreNorm(nnx.Module):
         """(stream over its RMS, log of that RMS)."""
         rms = root_mean_square(stream[0])
         return stream[0].astype(rms.dtype) / rms, jnp.log(rms[..., 0])
+
+
+class GatedPreNorm(PreNorm):
+    """Pre-norm with the gate of a mixture of depths: R <- R + g f(norm(R)) (P1, equation 40)."""
+
+    gated = True
+
+    @staticmethod
+    def rate_multipliers() -> dict[str, float]:
+        """Learning rates of this kind's roles of parameters, relative to that of matrices."""
+        return PreNorm.rate_multipliers() | {"gate": 0.1}
+
+    def __init__(self, options: ConfigDict, d_model: int, index: Array, numerics, rngs):
+        """Makes the norm and the gate; `index` is not needed by this kind."""
+        super().__init__(options, d_model, index, numerics, rngs)
+        self.router = RouterGate(d_model, numerics, rngs)
+
+    def gate(self, x: Float[Array, "B T d"]) -> Gate:
+        """The router's gate of what the branch reads."""
+        return self.router(x)
+
+    def write(self, stream: Stream, out: BranchOut, gate: Gate, context: Context) -> Written:
+        """Adds the gated branch; the realised gain is its size relative to the stream."""
+        del context
+        y = weighted(out)
+        return self._added(stream, y * gate.m[..., None].astype(y.dtype))
 
 
 class ResidualFree(PreNorm):

@@ -51,6 +51,8 @@ class Context:
         balance: The sub-layer's state that is neither parameter nor optimizer, such as a router's
             bias; read here and updated between steps.
         memo: What the sub-layer of the same name in the block before left, zeros in the first.
+        threshold: Score below which a token skips the sub-layer; None where none may.
+        only_executed_keys: Whether tokens that skip attention are no keys for later ones.
     """
 
     segment_ids: Int[Array, "B T"]
@@ -66,6 +68,8 @@ class Context:
     cache: LayerCache | None = None
     balance: dict[str, Array] = dataclasses.field(default_factory=dict)
     memo: dict[str, Array] = dataclasses.field(default_factory=dict)
+    threshold: Float[Array, ""] | None = None
+    only_executed_keys: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from nag_jax.models.linear import Numerics, contract
 from nag_jax.parameters import declare
@@ -24,11 +24,15 @@ class Gate:
         m: Modulator in [0, 1], [B, T], at least float32.
         floored: 1 where the gate sum sits on its floor, [B, T], same dtype.
         keep: Which tokens the branch executes, [B, T] bool, or None for all.
+        total: What m is a power of, [B, T], and None where that is m itself.
+        beta: That power, a scalar; None for 1.
     """
 
     m: Float[Array, "B T"]
     floored: Float[Array, "B T"]
-    keep: Array | None = None
+    keep: Bool[Array, "B T"] | None = None
+    total: Float[Array, "B T"] | None = None
+    beta: Float[Array, ""] | float | None = None
 
 
 class NormModulator(nnx.Module):
@@ -70,8 +74,29 @@ class NormModulator(nnx.Module):
         mixture = jax.nn.softmax(self.mixture_logits[...].astype(dtype))
         total = jax.nn.sigmoid(z + self.bias[...].astype(dtype)) @ mixture
         clamped = jnp.maximum(total, GATE_FLOOR)
+        beta = self.beta_init
         if self.beta_trainable:
-            m = clamped ** jax.nn.softplus(self.beta_raw[...].astype(dtype))
-        else:
-            m = clamped**self.beta_init
-        return Gate(m=m, floored=(total <= GATE_FLOOR).astype(dtype))
+            beta = jax.nn.softplus(self.beta_raw[...].astype(dtype))
+        floored = (total <= GATE_FLOOR).astype(dtype)
+        return Gate(m=clamped**beta, floored=floored, total=clamped, beta=beta)
+
+
+class RouterGate(nnx.Module):
+    """The gate of a mixture of depths on a pre-norm stream, g = sigmoid(x.w + b), (40) of P1.
+
+    P1 has the formula, not where w and b start: w at standard deviation 1/sqrt(d) and b at 0, as
+    one direction of the norm modulator, are our inference. x is the norm that the branch reads.
+    """
+
+    def __init__(self, d_model: int, numerics: Numerics, rngs: nnx.Rngs):
+        weight = jax.random.normal(rngs.params(), (d_model,)) / math.sqrt(d_model)
+        self.weight = declare(weight, ("embed",), "gate")
+        self.bias = declare(jnp.zeros(()), (), "gate")
+        self.numerics = numerics
+
+    def __call__(self, x: Float[Array, "B T d"]) -> Gate:
+        """Reads the gate of every token, in at least float32."""
+        dtype = self.numerics.statistics_dtype
+        z = contract("gate/router", x, self.weight, self.numerics, dtype=dtype)
+        total = jax.nn.sigmoid(z + self.bias[...].astype(dtype))
+        return Gate(m=jnp.maximum(total, GATE_FLOOR), floored=(total <= GATE_FLOOR).astype(dtype))

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
 from nag_jax.kinds import kind_class
-from nag_jax.models.blocks import Balance, Cache, Transformer
+from nag_jax.models.blocks import SKIPPING, Balance, Cache, Transformer
 from nag_jax.models.cache import cache_shapes
 from nag_jax.models.context import Context, Decoding, positions_in_document
 from nag_jax.models.linear import Numerics
@@ -62,14 +62,20 @@ class LanguageModel:
         """The balance at the start of training: zeros."""
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.balance_shapes)
 
+    @property
+    def skipping(self) -> Any:
+        """The model's kind of skipping."""
+        return _skipping(self.options)
+
     def update_balance(
-        self, balance: Balance, statistics: dict[str, Any]
+        self, balance: Balance, statistics: dict[str, Any], progress: Array | float
     ) -> tuple[Balance, dict[str, Array]]:
         """The balance after an optimizer step.
 
         Args:
             balance: The balance that the step's forward passes read.
             statistics: Their statistics, summed over micro-batches.
+            progress: The step's number over the run's steps.
 
         Returns:
             The new balance, and what to log of the statistics: by name, for each layer that has it.
@@ -78,6 +84,8 @@ class LanguageModel:
         for stage, sizes in stages_of(self.options, self.loops).items():
             for block, position in zip(sizes.block_names, sizes.positions, strict=True):
                 for name, values in balance.get(stage, {}).get(block, {}).items():
+                    if name == SKIPPING:
+                        continue
                     options = pattern[position][name]
                     update = kind_class(f"model.{name}", options.kind).update_balance
                     updated, measured = jax.vmap(functools.partial(update, options))(
@@ -86,6 +94,14 @@ class LanguageModel:
                     new.setdefault(stage, {}).setdefault(block, {})[name] = updated
                     for key, value in measured.items():
                         told.setdefault(f"{name}_{key}", []).append(value)
+        thresholds = skipping_part(balance)
+        if thresholds:
+            found = self.skipping.update(thresholds, skipping_part(statistics), progress)
+            new = with_thresholds(new, found)
+            for name in self.skipping.sublayers:
+                told[f"{name}_threshold"] = [
+                    part[name].reshape(-1) for blocks in found.values() for part in blocks.values()
+                ]
         return new, {key: jnp.concatenate(values) for key, values in told.items()}
 
     def _required(self, balance: Balance | None) -> Balance:
@@ -183,6 +199,7 @@ class LanguageModel:
             positions=jnp.maximum(columns - start[:, None], 0),
             valid=segment_ids > 0,
             gain_warmup=self.gain_warmup(step),
+            only_executed_keys=self.skipping.only_executed_keys,
             taps=False,
             decoding=Decoding(position, start, prefill),
         )
@@ -201,6 +218,7 @@ class LanguageModel:
             positions=positions_in_document(segment_ids),
             valid=valid,
             gain_warmup=self.gain_warmup(step),
+            only_executed_keys=self.skipping.only_executed_keys,
             taps=taps,
             packed=packed,
         )
@@ -312,18 +330,45 @@ def build_model(config: ConfigDict, vocab_size: int, loops: int | None = None) -
         vocab_size=vocab_size,
         warmup_steps=connection.warmup_steps(options.connection),
         sublayer_names=SUBLAYERS * blocks_run,
-        balance_shapes=_balance_shapes(options),
+        balance_shapes=_balance_shapes(options, loops),
         _make=make,
         _definition=definition,
         _structure=jax.tree.structure(state),
     )
 
 
-def _balance_shapes(options: ConfigDict) -> Balance:
-    """Shapes of the balance, by the kinds' own `balance_shapes`."""
+def _skipping(options: ConfigDict) -> Any:
+    return kind_class("model.skipping", options.skipping.kind)(options.skipping)
+
+
+def skipping_part(balance: Balance) -> Balance:
+    """Thresholds, or their histograms, by stage, block name and sub-layer."""
+    found = {
+        stage: {block: parts[SKIPPING] for block, parts in blocks.items() if SKIPPING in parts}
+        for stage, blocks in balance.items()
+    }
+    return {stage: blocks for stage, blocks in found.items() if blocks}
+
+
+def with_thresholds(balance: Balance, thresholds: Balance) -> Balance:
+    """The balance with these thresholds, a tree like `skipping_part`'s."""
+    new = {stage: dict(blocks) for stage, blocks in balance.items()}
+    for stage, blocks in thresholds.items():
+        for block, values in blocks.items():
+            of_stage = new.setdefault(stage, {})
+            of_stage[block] = of_stage.get(block, {}) | {SKIPPING: values}
+    return new
+
+
+def _balance_shapes(options: ConfigDict, loops: int) -> Balance:
+    """Shapes of the balance, by the kinds' own `balance_shapes`, and of the thresholds."""
     pattern, shapes = pattern_of(options), {}
-    for stage, sizes in stages_of(options).items():
+    skipped = _skipping(options).sublayers
+    for stage, sizes in stages_of(options, loops).items():
         for block, position in zip(sizes.block_names, sizes.positions, strict=True):
+            if skipped:
+                threshold = jax.ShapeDtypeStruct((sizes.repeats, sizes.loops), jnp.float32)
+                shapes.setdefault(stage, {})[block] = {SKIPPING: dict.fromkeys(skipped, threshold)}
             for name, own in pattern[position].items():
                 kind = kind_class(f"model.{name}", own.kind)
                 if hasattr(kind, "balance_shapes"):

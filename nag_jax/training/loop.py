@@ -123,6 +123,7 @@ def train(
             model,
             optimizer,
             schedule,
+            steps=config.train.steps,
             accumulation=config.train.accumulation,
             taps=config.train.taps,
             skip_not_finite=config.train.nan_policy == "skip",

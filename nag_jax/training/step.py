@@ -36,6 +36,7 @@ def train_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     *,
+    steps: int,
     accumulation: int,
     taps: bool,
     skip_not_finite: bool,
@@ -50,6 +51,7 @@ def train_step(
         model: The model.
         optimizer: The optimizer.
         schedule: Learning rate by step, for the metrics.
+        steps: Optimizer steps of the whole run.
         accumulation: Micro-batches per step; divides the batch's rows.
         taps: Whether sub-layers measure themselves.
         skip_not_finite: Whether a step whose loss, gradient or new parameters are not finite
@@ -113,7 +115,7 @@ def train_step(
         }
         balance = state.balance
         if balance:
-            balance, told = model.update_balance(balance, sums["statistics"])
+            balance, told = model.update_balance(balance, sums["statistics"], state.step / steps)
             metrics["balance"] = told
         if sums["auxiliary_loss"] is not None:
             metrics["auxiliary_loss"] = sums["auxiliary_loss"] / tokens

@@ -235,7 +235,9 @@ def balances_after(steps, batch, **options):
     model = build_model(config, VOCAB)
     optimizer, schedule = build_optimizer(config.optimizer, steps, model.infos)
     step = jax.jit(
-        train_step(model, optimizer, schedule, taps=True, skip_not_finite=False, **options)
+        train_step(
+            model, optimizer, schedule, steps=10, taps=True, skip_not_finite=False, **options
+        )
     )
     state, told = initial_state(model, optimizer, 0), []
     for _ in range(steps):

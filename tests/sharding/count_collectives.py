@@ -76,7 +76,13 @@ def step_collectives(layers, feedforward, **axes):
     optimizer, schedule = build_optimizer(config.optimizer, 100, model.infos)
     mesh = mesh_of(**axes)
     function = train_step(
-        model, optimizer, schedule, accumulation=1, taps=False, skip_not_finite=False
+        model,
+        optimizer,
+        schedule,
+        steps=config.train.steps,
+        accumulation=1,
+        taps=False,
+        skip_not_finite=False,
     )
     step = jit_train_step(function, model, optimizer, mesh)
     batch = {

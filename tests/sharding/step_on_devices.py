@@ -83,6 +83,7 @@ class Stepper:
             model,
             optimizer,
             schedule,
+            steps=10,
             accumulation=accumulation,
             taps=True,
             skip_not_finite=False,

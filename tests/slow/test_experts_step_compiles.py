@@ -37,7 +37,13 @@ def compile_step(mesh, implementation):
     model = build_model(config, 4096)
     optimizer, schedule = build_optimizer(config.optimizer, 100, model.infos)
     function = train_step(
-        model, optimizer, schedule, accumulation=1, taps=True, skip_not_finite=True
+        model,
+        optimizer,
+        schedule,
+        steps=config.train.steps,
+        accumulation=1,
+        taps=True,
+        skip_not_finite=True,
     )
     state = abstract_state(model, optimizer, mesh)
     shape, sharding = (16, config.data.row_length + 1), batch_sharding(mesh)
