@@ -10,7 +10,7 @@ import inspect
 import re
 import traceback
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from etils import epath
 from ml_collections import ConfigDict
@@ -93,6 +93,19 @@ def parse_arg(arg: str, **defaults: Leaf) -> types.SimpleNamespace:
             raise UserError(f"the argument {name} needs a value: {name}={values[name]}")
         values[name] = parse(f"the argument {name}", text, values[name]) if equals else True
     return types.SimpleNamespace(**values)
+
+
+def one_of(name: str, value: Leaf, allowed: Iterable[Leaf]) -> Leaf:
+    """The value of an argument that takes only some.
+
+    Raises:
+      UserError: `value` is none of them.
+    """
+    if value not in allowed:
+        raise UserError(
+            f"the argument {name} is {value!r}; it takes {', '.join(map(str, allowed))}"
+        )
+    return value
 
 
 def _describe(error: BaseException) -> str:

@@ -8,8 +8,8 @@ vocabulary, norms, activations and recomputation count nothing.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,10 @@ _LOGIT_COPIES = 3
 
 
 def forward_flops(
-    infos: Mapping[str, Any], config: ConfigDict, vocab_size: int
+    infos: Mapping[str, Any],
+    config: ConfigDict,
+    vocab_size: int,
+    row_length: int | None = None,
 ) -> dict[str, float]:
     """Returns forward FLOPs per token by part of the model.
 
@@ -48,25 +51,41 @@ def forward_flops(
         infos: Nested dict of `ParamInfo`.
         config: The complete config.
         vocab_size: True size of the vocabulary.
+        row_length: Length of the row, if not the config's.
     """
     parts: defaultdict[str, float] = defaultdict(float)
+    for product in weight_products(infos, config):
+        parts[product.part] += product.flops
+    kind = kind_class("model.attention", config.model.attention.kind)
+    if hasattr(kind, "context_flops"):
+        runs = sum(stage.runs for stage in stages_of(config.model).values())
+        length = config.data.row_length if row_length is None else row_length
+        parts["attention context"] += runs * kind.context_flops(config.model.attention, length)
+    parts["decode"] += 2 * config.model.d_model * vocab_size
+    return dict(parts)
+
+
+class Product(NamedTuple):
+    """Products of tokens with one parameter: its path, its part in `forward_flops`, FLOPs."""
+
+    path: str
+    part: str
+    flops: float
+
+
+def weight_products(infos: Mapping[str, Any], config: ConfigDict) -> Iterator[Product]:
+    """Yields the forward FLOPs per token of each parameter that tokens are multiplied with."""
     stages = stages_of(config.model)
     for path, info in flatten(infos).items():
         flops = 2 * info.size * _loops(path, stages) * _active_share(path, info, config)
         if info.role == "matrix":
-            parts[_sublayer(path)] += flops
+            yield Product(path, _sublayer(path), flops)
         elif info.role == "gate" and "embed" in info.axes:  # alpha, beta, p, b are elementwise
-            parts["gates"] += flops
+            yield Product(path, "gates", flops)
         elif info.role == "router" and len(info.axes) > 2:  # biases are elementwise
-            parts["routers"] += flops
+            yield Product(path, "routers", flops)
         elif info.role == "conv":
-            parts["convolutions"] += flops
-    kind = kind_class("model.attention", config.model.attention.kind)
-    if hasattr(kind, "context_flops"):
-        per_block = kind.context_flops(config.model.attention, config.data.row_length)
-        parts["attention context"] += sum(stage.runs for stage in stages.values()) * per_block
-    parts["decode"] += 2 * config.model.d_model * vocab_size
-    return dict(parts)
+            yield Product(path, "convolutions", flops)
 
 
 def training_flops(infos: Mapping[str, Any], config: ConfigDict, vocab_size: int) -> float:
