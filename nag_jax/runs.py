@@ -21,7 +21,7 @@ from nag_jax.evals.loglikelihood import Scored, score_pairs
 from nag_jax.kinds import is_registered
 from nag_jax.models.attention_kernels import KERNELS
 from nag_jax.models.stages import MAX_LOOPS
-from nag_jax.models.transformer import LanguageModel, build_model
+from nag_jax.models.transformer import LanguageModel, build_model, with_loops
 from nag_jax.sharding.mesh import single_device_mesh
 from nag_jax.training import start
 from nag_jax.training.checkpoints import CheckpointReader, find_checkpoint
@@ -257,13 +257,17 @@ def load_run(
     with tempfile.TemporaryDirectory() as scratch:
         start.restore_folder(documents, start.TOKENIZER_FOLDER, epath.Path(scratch))
         tokenizer = tokenizers.load(scratch, allow_user_kinds=allow_user_kinds)
-    model = build_model(_for_any_device(config), tokenizer.vocab_size, loops)
+    for_here = _for_any_device(config)
+    model = build_model(for_here, tokenizer.vocab_size, loops)
+    trained = model if loops is None else build_model(for_here, tokenizer.vocab_size)
     mesh = single_device_mesh() if mesh is None else mesh
     abstract = {
         "params": abstract_params(model, mesh, dtype),
-        "balance": abstract_balance(model, mesh),
+        "balance": abstract_balance(trained, mesh),
     }
     _, arrays = reader.restore(step, abstract)
+    if loops is not None:
+        arrays["balance"] = with_loops(arrays["balance"], model.balance_shapes)
     fingerprint, corpus_fingerprint = start.read_fingerprints(documents)
     return Run(
         config=config,

@@ -16,6 +16,7 @@ from nag_jax.models.attention_kernels import attend, choose, platform_in_use
 from nag_jax.models.cache import LayerCache
 from nag_jax.models.chunked_attention import MASKED
 from nag_jax.models.context import BranchOut, Context
+from nag_jax.models.kept_rows import on_kept_rows
 from nag_jax.models.linear import PRECISION, Numerics, contract
 from nag_jax.models.norms import RMSNorm
 from nag_jax.parameters import declare
@@ -24,6 +25,10 @@ from nag_jax.sharding import rules
 # Columns of the cache that one product reads on CPU: the keys and values of a few rows fit in its
 # second-level cache.
 CACHE_COLUMNS = 512
+
+# In the cache: which tokens were executed, where the others are no keys.
+EXECUTED = "executed"
+NO_DOCUMENT = -1
 
 
 def rotate(
@@ -151,21 +156,32 @@ class SoftmaxAttention(nnx.Module):
         )
 
     def projections(
-        self, x: Float[Array, "B T d"]
+        self, x: Float[Array, "B T d"], keep: Bool[Array, "B T"] | None = None
     ) -> tuple[Float[Array, "B T H h"], Float[Array, "B T K h"], Float[Array, "B T K h"]]:
-        """x times the weights of query, key and value, on a mesh split by heads."""
+        """x times the weights of query, key and value, on a mesh split by heads.
 
-        def heads(site: str, axis: str) -> Array:
-            y = contract(f"attention/{site}", x, getattr(self, site), self.numerics)
+        With `keep` queries are made for these tokens alone.
+        """
+
+        def heads(site: str, axis: str, keep: Array | None = None) -> Array:
+            y = on_kept_rows(
+                lambda w, rows: contract(f"attention/{site}", rows, w[site], self.numerics),
+                {site: getattr(self, site)},
+                x.astype(self.numerics.dtype),
+                keep,
+                ("embed",),
+                (axis, "head_dim"),
+            )
             return rules.constrain(y, "batch", None, axis, None)
 
-        return heads("query", "heads"), heads("key", "kv_heads"), heads("value", "kv_heads")
+        return heads("query", "heads", keep), heads("key", "kv_heads"), heads("value", "kv_heads")
 
     def attend(
         self,
         q: Float[Array, "B T H h"],
         k: Float[Array, "B T K h"],
         v: Float[Array, "B T K h"],
+        keep: Bool[Array, "B T"] | None,
         context: Context,
         cache: LayerCache | None,
     ) -> BranchOut:
@@ -175,6 +191,7 @@ class SoftmaxAttention(nnx.Module):
             q: Queries, before positions and temperature.
             k: Keys, before positions.
             v: Values.
+            keep: Tokens whose output is wanted; None for all.
             context: Facts of the batch.
             cache: The layer's cache in decoding; keys and values are added to it.
 
@@ -194,19 +211,40 @@ class SoftmaxAttention(nnx.Module):
             columns = {"key": k, "value": v}
             for name, x in columns.items():
                 cache = cache.append(name, jnp.transpose(x, (0, 2, 1, 3)), 2)
+        hides = keep is not None and context.only_executed_keys
+        if hides and cache is not None:
+            cache = cache.append(EXECUTED, keep, 1)
         if cache is None or cache.prefill:
+            documents = context.segment_ids
             out = attend(
                 grouped,
                 k,
                 v,
-                context.segment_ids,
+                jnp.where(keep, documents, NO_DOCUMENT) if hides else documents,
                 implementation=self.implementation,
                 chunk=self.query_chunk,
-                packed=context.packed,
+                packed=context.packed or hides,
+                keep=keep,
             )
-        else:
+        elif keep is None:
             out = attend_to_cache(grouped, cache)
-        y = contract("attention/output", out.reshape(q.shape), self.output, self.numerics, inputs=2)
+        else:
+            out = jax.lax.cond(
+                jnp.any(keep),
+                lambda q: attend_to_cache(q, cache),
+                jnp.zeros_like,
+                grouped,
+            )
+        y = on_kept_rows(
+            lambda w, rows: contract(
+                "attention/output", rows, w["output"], self.numerics, inputs=2
+            ),
+            {"output": self.output},
+            out.reshape(q.shape).astype(self.numerics.dtype),
+            keep,
+            ("heads", "head_dim"),
+            ("embed",),
+        )
         return BranchOut(y, cache=cache)
 
 
@@ -231,6 +269,8 @@ def attend_to_cache(q: Float[Array, "B 1 K G h"], cache: LayerCache) -> Float[Ar
         )
         # The last piece ends with the cache, and may begin with columns that were read before.
         visible = cache.visible(columns) & (columns >= piece * count)
+        if EXECUTED in cache.arrays:
+            visible &= cache.read_columns(EXECUTED, first, count, 1)
         logits = jnp.where(visible[:, None, None], logits, MASKED)
         new_peak = jnp.maximum(peak, jnp.max(logits, axis=-1))
         weights = jnp.exp(logits - new_peak[..., None])
@@ -282,7 +322,7 @@ class GroupedQueryAttention(SoftmaxAttention):
         self, x: Float[Array, "B T d"], keep: Bool[Array, "B T"] | None, context: Context
     ) -> BranchOut:
         """Attends to earlier tokens of the same document."""
-        q, k, v = self.projections(x)
+        q, k, v = self.projections(x, keep)
         if self.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
-        return self.attend(q, k, v, context, context.cache)
+        return self.attend(q, k, v, keep, context, context.cache)

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from nag_jax.errors import UserError
 from nag_jax.models.chunked_attention import SAVED_NAMES, chunked_attention
+from nag_jax.models.kept_attention import kept_attention
 from nag_jax.sharding.rules import BATCH_AXES, batch_shards
 
 LANES = 128
@@ -122,6 +123,7 @@ def attend(
     implementation: str,
     chunk: int,
     packed: bool,
+    keep: Bool[Array, "B T"] | None = None,
 ) -> Float[Array, "B T K G h"]:
     """softmax(q k^T / sqrt(h)) v over earlier positions of the same document.
 
@@ -134,6 +136,8 @@ def attend(
         chunk: Queries per chunk, for the chunked implementation.
         packed: Whether a row may hold several documents. If not, a row is one document from its
             first position on, and padding to its right has outputs that mean nothing.
+        keep: Queries whose output is wanted. The chunked implementation runs these alone; fused
+            kernels, which take no such choice, run all.
 
     Returns:
         Attention output in `q`'s dtype.
@@ -146,6 +150,9 @@ def attend(
         packed=packed,
     )
     if not choice.fused:
+        if keep is not None:
+            run = functools.partial(kept_attention, chunk=chunk)
+            return _per_device(run, q, k, v, segment_ids, keep)
         run = functools.partial(chunked_attention, chunk=chunk)
         return _per_device(run, q, k, v, segment_ids)
     return _per_device(KERNELS[choice.name].run, q, k, v, segment_ids if packed else None)
@@ -157,7 +164,7 @@ def platform_in_use() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
-def _per_device(run: Callable, q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
+def _per_device(run: Callable, q: Array, k: Array, v: Array, *by_token: Array | None) -> Array:
     """Runs attention on each device's rows of the batch and its own heads.
 
     Kernels the partitioner cannot split, and the chunked loops it would. Where there are fewer
@@ -166,32 +173,33 @@ def _per_device(run: Callable, q: Array, k: Array, v: Array, segment_ids: Array 
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        return run(q, k, v, segment_ids)
+        return run(q, k, v, *by_token)
     rows = BATCH_AXES if q.shape[0] % batch_shards(mesh) == 0 else None
     kv_heads, group = q.shape[2:4]
     parts = mesh.shape["tensor"]
     ids = P(rows)
+    facts = (ids,) * len(by_token)
     if kv_heads % parts == 0:
         heads = P(rows, None, "tensor")
         mapped = jax.shard_map(
-            run, in_specs=(heads, heads, heads, ids), out_specs=heads, check_vma=False
+            run, in_specs=(heads, heads, heads, *facts), out_specs=heads, check_vma=False
         )
-        return mapped(q, k, v, segment_ids)
+        return mapped(q, k, v, *by_token)
     if parts % kv_heads or (kv_heads * group) % parts:
-        mapped = jax.shard_map(run, in_specs=(ids,) * 4, out_specs=ids, check_vma=False)
-        return mapped(q, k, v, segment_ids)
+        mapped = jax.shard_map(run, in_specs=(*(ids,) * 3, *facts), out_specs=ids, check_vma=False)
+        return mapped(q, k, v, *by_token)
 
-    def on_one_head(q, k, v, segment_ids):
+    def on_one_head(q, k, v, *by_token):
         own = jax.lax.axis_index("tensor") * kv_heads // parts
         k, v = (jax.lax.dynamic_slice_in_dim(x, own, 1, axis=2) for x in (k, v))
-        return run(q[:, :, None], k, v, segment_ids)[:, :, 0]
+        return run(q[:, :, None], k, v, *by_token)[:, :, 0]
 
     heads = P(rows, None, "tensor")
     mapped = jax.shard_map(
-        on_one_head, in_specs=(heads, ids, ids, ids), out_specs=heads, check_vma=False
+        on_one_head, in_specs=(heads, ids, ids, *facts), out_specs=heads, check_vma=False
     )
     flat = q.reshape(*q.shape[:2], -1, q.shape[-1])
-    return mapped(flat, k, v, segment_ids).reshape(q.shape)
+    return mapped(flat, k, v, *by_token).reshape(q.shape)
 
 
 def _pad(x: Array, axis: int, multiple: int, value: int = 0) -> Array:

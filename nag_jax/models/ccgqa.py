@@ -105,7 +105,7 @@ class CompressedConvolutionalAttention(SoftmaxAttention):
         q = _normalised(convolved_q + mean_q.reshape(q.shape))
         k = _normalised(convolved_k + jnp.mean(mean_q, axis=3))
         k = k * jnp.exp(self.log_temperature[...].astype(k.dtype))[:, None]
-        return self.attend(q.astype(v.dtype), k.astype(v.dtype), v, context, cache)
+        return self.attend(q.astype(v.dtype), k.astype(v.dtype), v, keep, context, cache)
 
     def _convolved(
         self,

@@ -77,6 +77,11 @@ def _split(x: Array, axis: int, first: int, count: int, chunk: int) -> Array:
     return jnp.moveaxis(x.reshape(shape), axis, 0)
 
 
+def _positions(first: int, count: int, chunk: int) -> Int[Array, "count 1 chunk"]:
+    """Columns of the queries of each chunk."""
+    return (first * chunk + jnp.arange(count * chunk)).reshape(count, 1, chunk)
+
+
 def _join(pieces: list[Array], axis: int) -> Array:
     """Inverse of `_split` over all groups: [count, ..., chunk, ...] pieces to one array."""
     whole = jnp.moveaxis(jnp.concatenate(pieces, axis=0), 0, axis)
@@ -84,16 +89,70 @@ def _join(pieces: list[Array], axis: int) -> Array:
     return whole.reshape(*shape, *whole.shape[axis + 2 :])
 
 
-def _logits(q_chunk, segments_chunk, start, k, segments):
-    """Masked logits of one chunk, [B, K, G, C, S], at least float32."""
+def chunk_logits(
+    q_chunk: Float[Array, "B K G C h"],
+    segments_chunk: Int[Array, "B C"],
+    queries: Int[Array, "#B C"],
+    k: Float[Array, "B K S h"],
+    segments: Int[Array, "B S"],
+) -> Float[Array, "B K G C S"]:
+    """Masked logits of a chunk of queries in these columns, at least float32."""
     dtype = jnp.promote_types(q_chunk.dtype, jnp.float32)
     logits = jnp.einsum(
         "bkgch,bksh->bkgcs", q_chunk, k, precision=PRECISION, preferred_element_type=dtype
     )
-    queries = start + jnp.arange(q_chunk.shape[3])
-    causal = queries[:, None] >= jnp.arange(k.shape[2])[None, :]
+    causal = queries[:, :, None] >= jnp.arange(k.shape[2])
     visible = causal & (segments_chunk[:, :, None] == segments[:, None, :])
     return jnp.where(visible[:, None, None], logits, MASKED)
+
+
+def chunk_output(
+    logits: Float[Array, "B K G C S"], values: Float[Array, "B K S h"]
+) -> tuple[Float[Array, "B K G C h"], Float[Array, "B K G C"]]:
+    """A chunk's output and the logarithm of its softmax's normaliser."""
+    peak = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(logits - peak)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    out = jnp.einsum(
+        "bkgcs,bksh->bkgch",
+        weights.astype(values.dtype),
+        values,
+        precision=PRECISION,
+        preferred_element_type=logits.dtype,
+    )
+    return out / total, (peak + jnp.log(total))[..., 0]
+
+
+def chunk_gradients(
+    logits: Float[Array, "B K G C S"],
+    q_chunk: Float[Array, "B K G C h"],
+    keys: Float[Array, "B K S h"],
+    values: Float[Array, "B K S h"],
+    normaliser: Float[Array, "B K G C"],
+    delta: Float[Array, "B K G C"],
+    d_out: Float[Array, "B K G C h"],
+) -> tuple[Array, Array, Array]:
+    """Gradients of a chunk's queries and its parts of those of keys and values.
+
+    `delta` is the sum over features of `d_out` times the chunk's output.
+    """
+    dtype = logits.dtype
+    p = jnp.exp(logits - normaliser[..., None])
+    d_p = jnp.einsum(
+        "bkgch,bksh->bkgcs", d_out, values, precision=PRECISION, preferred_element_type=dtype
+    )
+    d_logits = (p * (d_p - delta[..., None])).astype(keys.dtype)
+
+    def over_queries(a, b):
+        return jnp.einsum(
+            "bkgcs,bkgch->bksh", a, b, precision=PRECISION, preferred_element_type=dtype
+        )
+
+    d_q = jnp.einsum(
+        "bkgcs,bksh->bkgch", d_logits, keys, precision=PRECISION, preferred_element_type=dtype
+    )
+    d_keys = over_queries(d_logits, q_chunk)
+    return d_q, d_keys, over_queries(p.astype(values.dtype), d_out)
 
 
 def _forward_pass(q, k, v, segment_ids, chunk):
@@ -103,24 +162,15 @@ def _forward_pass(q, k, v, segment_ids, chunk):
         keys, values, segments = k[:, :, :end], v[:, :, :end], segment_ids[:, :end]
 
         def one(carry, xs, keys=keys, values=values, segments=segments):
-            q_chunk, segments_chunk, start = xs
-            logits = _logits(q_chunk, segments_chunk, start, keys, segments)
-            peak = jnp.max(logits, axis=-1, keepdims=True)
-            weights = jnp.exp(logits - peak)
-            total = jnp.sum(weights, axis=-1, keepdims=True)
-            out = jnp.einsum(
-                "bkgcs,bksh->bkgch",
-                weights.astype(values.dtype),
-                values,
-                precision=PRECISION,
-                preferred_element_type=logits.dtype,
-            )
-            return carry, ((out / total).astype(q_chunk.dtype), (peak + jnp.log(total))[..., 0])
+            q_chunk, segments_chunk, queries = xs
+            logits = chunk_logits(q_chunk, segments_chunk, queries, keys, segments)
+            out, normaliser = chunk_output(logits, values)
+            return carry, (out.astype(q_chunk.dtype), normaliser)
 
         xs = (
             _split(q, 3, first, count, chunk),
             _split(segment_ids, 1, first, count, chunk),
-            (first + jnp.arange(count)) * chunk,
+            _positions(first, count, chunk),
         )
         _, (out, normaliser) = _over_chunks(one, None, xs, count)
         outs.append(out)
@@ -151,41 +201,17 @@ def _attend_backward(chunk, residuals, d_out):
         keys, values, segments = k[:, :, :end], v[:, :, :end], segment_ids[:, :end]
 
         def one(carry, xs, keys=keys, values=values, segments=segments):
-            q_chunk, segments_chunk, start, d_out_chunk, normaliser_chunk, delta_chunk = xs
-            logits = _logits(q_chunk, segments_chunk, start, keys, segments)
-            p = jnp.exp(logits - normaliser_chunk[..., None])
-            d_p = jnp.einsum(
-                "bkgch,bksh->bkgcs",
-                d_out_chunk,
-                values,
-                precision=PRECISION,
-                preferred_element_type=dtype,
+            q_chunk, segments_chunk, queries, d_out_chunk, normaliser_chunk, delta_chunk = xs
+            logits = chunk_logits(q_chunk, segments_chunk, queries, keys, segments)
+            d_q_chunk, d_keys, d_values = chunk_gradients(
+                logits, q_chunk, keys, values, normaliser_chunk, delta_chunk, d_out_chunk
             )
-            d_logits = (p * (d_p - delta_chunk[..., None])).astype(keys.dtype)
-            p = p.astype(values.dtype)
-
-            def over_queries(a, b):
-                return jnp.einsum(
-                    "bkgcs,bkgch->bksh", a, b, precision=PRECISION, preferred_element_type=dtype
-                )
-
-            carry = (
-                carry[0] + over_queries(d_logits, q_chunk),
-                carry[1] + over_queries(p, d_out_chunk),
-            )
-            d_q_chunk = jnp.einsum(
-                "bkgcs,bksh->bkgch",
-                d_logits,
-                keys,
-                precision=PRECISION,
-                preferred_element_type=dtype,
-            )
-            return carry, d_q_chunk.astype(q_chunk.dtype)
+            return (carry[0] + d_keys, carry[1] + d_values), d_q_chunk.astype(q_chunk.dtype)
 
         xs = (
             _split(q, 3, first, count, chunk),
             _split(segment_ids, 1, first, count, chunk),
-            (first + jnp.arange(count)) * chunk,
+            _positions(first, count, chunk),
             *(_split(x, 3, first, count, chunk) for x in (d_out, normaliser, delta)),
         )
         zeros = (jnp.zeros(keys.shape, dtype), jnp.zeros(values.shape, dtype))

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float
 from ml_collections import ConfigDict
 
 from nag_jax.models.context import BranchOut, Context
+from nag_jax.models.kept_rows import Weights, on_kept_rows
 from nag_jax.models.linear import Numerics, contract
 from nag_jax.parameters import declare
 
@@ -43,10 +44,13 @@ class MLP(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T d"], keep: Bool[Array, "B T"] | None, context: Context
     ) -> BranchOut:
-        """Applies the layer to every token."""
-        up = contract("feedforward/up", x, self.up, self.numerics)
-        y = contract("feedforward/down", jax.nn.gelu(up), self.down, self.numerics)
-        return BranchOut(y)
+        """Applies the layer to every token, or to those to keep."""
+        weights = {"up": self.up, "down": self.down}
+        return BranchOut(on_kept_rows(self._rows, weights, x, keep, ("embed",), ("embed",)))
+
+    def _rows(self, w: Weights, x: Array) -> Array:
+        up = contract("feedforward/up", x, w["up"], self.numerics)
+        return contract("feedforward/down", jax.nn.gelu(up), w["down"], self.numerics)
 
 
 class SwiGLU(nnx.Module):
@@ -73,8 +77,11 @@ class SwiGLU(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T d"], keep: Bool[Array, "B T"] | None, context: Context
     ) -> BranchOut:
-        """Applies the layer to every token."""
-        gate = contract("feedforward/gate", x, self.gate, self.numerics)
-        up = contract("feedforward/up", x, self.up, self.numerics)
-        y = contract("feedforward/down", jax.nn.silu(gate) * up, self.down, self.numerics)
-        return BranchOut(y)
+        """Applies the layer to every token, or to those to keep."""
+        weights = {"gate": self.gate, "up": self.up, "down": self.down}
+        return BranchOut(on_kept_rows(self._rows, weights, x, keep, ("embed",), ("embed",)))
+
+    def _rows(self, w: Weights, x: Array) -> Array:
+        gate = contract("feedforward/gate", x, w["gate"], self.numerics)
+        up = contract("feedforward/up", x, w["up"], self.numerics)
+        return contract("feedforward/down", jax.nn.silu(gate) * up, w["down"], self.numerics)

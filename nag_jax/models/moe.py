@@ -212,7 +212,7 @@ class MixtureOfExperts(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T d"], keep: Bool[Array, "B T"] | None, context: Context
     ) -> BranchOut:
-        """Routes every token and runs its experts."""
+        """Routes every token and runs its experts; tokens that skip have none."""
         logits, memo = self.router(x, context.memo)
         probabilities = jax.nn.softmax(logits, axis=-1)
         chosen = self._choose(probabilities, context.balance["bias"])
@@ -241,11 +241,15 @@ class MixtureOfExperts(nnx.Module):
             hidden = jax.nn.silu(product("gate", tokens)) * product("up", tokens)
             return product("down", hidden)
 
+        counted, dispatched = context.valid, chosen
+        if keep is not None:
+            counted = counted & keep
+            dispatched = jnp.where(keep[..., None], chosen, self.num_experts)
         y = experts.run_experts(
             run,
             weights,
             x.astype(self.numerics.dtype),
-            chosen,
+            dispatched,
             shares.astype(self.numerics.dtype),
             exchange=experts.choose(self.exchange, platform, shards).name,
         )
@@ -255,8 +259,8 @@ class MixtureOfExperts(nnx.Module):
             y,
             weight,
             memo=memo,
-            auxiliary_loss=self._auxiliary_loss(logits, probabilities, context),
-            statistics={"load": self._load(chosen, context.valid)},
+            auxiliary_loss=self._auxiliary_loss(logits, probabilities, context, counted),
+            statistics={"load": self._load(chosen, counted)},
         )
 
     def _choose(
@@ -272,15 +276,15 @@ class MixtureOfExperts(nnx.Module):
         marks = chosen[..., None] == jnp.arange(self.num_experts)
         return jnp.sum(jnp.where(marks, values[..., None, :], 0), axis=-1)
 
-    def _load(self, chosen: Int[Array, "B T k"], valid: Bool[Array, "B T"]) -> Float[Array, " E"]:
-        """How many valid tokens chose each expert."""
-        marks = (chosen[..., None] == jnp.arange(self.num_experts)) & valid[..., None, None]
+    def _load(self, chosen: Int[Array, "B T k"], counted: Bool[Array, "B T"]) -> Float[Array, " E"]:
+        """How many counted tokens chose each expert."""
+        marks = (chosen[..., None] == jnp.arange(self.num_experts)) & counted[..., None, None]
         return jnp.sum(marks.astype(jnp.float32), axis=(0, 1, 2))
 
     def _auxiliary_loss(
-        self, logits: Float[Array, "B T E"], probabilities: Array, context: Context
+        self, logits: Float[Array, "B T E"], probabilities: Array, context: Context, counted: Array
     ) -> Float[Array, ""]:
-        """The optional terms of the loss, summed over valid tokens."""
+        """The optional terms of the loss, summed over counted tokens."""
         by_token = [jnp.zeros(probabilities.shape[:-1], probabilities.dtype)]
         if self.load_balance_loss:
             load = context.balance["load"].astype(probabilities.dtype)
@@ -288,7 +292,7 @@ class MixtureOfExperts(nnx.Module):
             by_token.append(self.load_balance_loss * uneven)
         if self.router_z_loss:
             by_token.append(self.router_z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2)
-        return jnp.sum(jnp.where(context.valid, sum(by_token), 0))
+        return jnp.sum(jnp.where(counted, sum(by_token), 0))
 
 
 class ZayaMixture(MixtureOfExperts):

@@ -154,7 +154,7 @@ def gather_rows(
     Returns:
         Row r is `x[order[r] // k]`.
     """
-    return _take(x, order // (places.shape[0] // x.shape[0]))
+    return take_rows(x, order // (places.shape[0] // x.shape[0]))
 
 
 @jax.custom_vjp
@@ -171,10 +171,10 @@ def collect_rows(
     Returns:
         Row c is `rows[places[c]]`; the transpose, too, is a gather.
     """
-    return _take(rows, places, past_the_end=rows.shape[0] < places.shape[0])
+    return take_rows(rows, places, past_the_end=rows.shape[0] < places.shape[0])
 
 
-def _take(x: Array, rows: Array, past_the_end: bool = False) -> Array:
+def take_rows(x: Array, rows: Array, past_the_end: bool = False) -> Array:
     """x[rows], where rows past the end, if there can be any, are zero."""
     mode = "fill" if past_the_end else "promise_in_bounds"
     # Outside of a trace a custom_vjp function is handed NumPy arrays as they are.
@@ -195,7 +195,7 @@ gather_rows.defvjp(
 )
 collect_rows.defvjp(
     lambda rows, order, places: (collect_rows(rows, order, places), order),
-    lambda order, d_choices: (_take(d_choices, order), None, None),
+    lambda order, d_choices: (take_rows(d_choices, order), None, None),
 )
 
 

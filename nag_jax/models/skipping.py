@@ -128,7 +128,7 @@ class ThresholdSkipping:
     def decide(
         self, gate: Gate, score: Float[Array, "B T"], threshold: Float[Array, ""]
     ) -> tuple[Bool[Array, "B T"], Float[Array, "B T"]]:
-        """Which tokens are executed, and their gate, 0 for the others and without gradient there."""
+        """Which tokens are executed, and the gate: 0 and without gradient for the others."""
         threshold = threshold.astype(score.dtype)
         keep = score >= threshold
         m = gate.m
@@ -197,7 +197,7 @@ def quantile(counts: Float[Array, " bins"], share: Float[Array, ""]) -> Float[Ar
 
 
 def quantiles(counts: Thresholds, share: Float[Array, ""]) -> Thresholds:
-    """The quantile of each layer's histograms [repeats, loops, BINS], of pooled ones that of all."""
+    """The quantile of each layer's histogram, and of pooled ones that of all together."""
     pooled = {}
     for name in POOLED:
         own = [part[name] for stage in counts.values() for part in stage.values() if name in part]

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
 from nag_jax.kinds import kind_class
+from nag_jax.models.attention import EXECUTED
 from nag_jax.models.blocks import SKIPPING, Balance, Cache, Transformer
 from nag_jax.models.cache import cache_shapes
 from nag_jax.models.context import Context, Decoding, positions_in_document
@@ -168,12 +169,16 @@ class LanguageModel:
         dtype = Numerics(options.compute_dtype).dtype
 
         pattern = pattern_of(options)
+        skipping = self.skipping
+        marks = skipping.only_executed_keys and "attention" in skipping.sublayers
 
         def shapes(branch_options, name, entries):
             branch = kind_class(f"model.{name}", branch_options.kind)
             one = cache_shapes(
                 branch, branch_options, options.d_model, batch, length, dtype, name == "attention"
             )
+            if name == "attention" and marks:
+                one = one | {EXECUTED: jax.ShapeDtypeStruct((batch, length), bool)}
             return {
                 key: jax.ShapeDtypeStruct((entries, *leaf.shape), leaf.dtype)
                 for key, leaf in one.items()
@@ -358,6 +363,19 @@ def with_thresholds(balance: Balance, thresholds: Balance) -> Balance:
             of_stage = new.setdefault(stage, {})
             of_stage[block] = of_stage.get(block, {}) | {SKIPPING: values}
     return new
+
+
+def with_loops(balance: Balance, shapes: Balance) -> Balance:
+    """The balance for a model of these shapes, whose loop runs more or less often.
+
+    Thresholds of further runs are those of the last.
+    """
+
+    def fit(x: Array, shape: jax.ShapeDtypeStruct) -> Array:
+        return x[:, jnp.minimum(jnp.arange(shape.shape[1]), x.shape[1] - 1)]
+
+    fitted = jax.tree.map(fit, skipping_part(balance), skipping_part(shapes))
+    return with_thresholds(balance, fitted)
 
 
 def _balance_shapes(options: ConfigDict, loops: int) -> Balance:

@@ -95,7 +95,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pins an activation's layout when a mesh is set, and does nothing otherwise.
+    """Pins an activation's layout when a mesh is set, and does nothing otherwise or in `shard_map`.
 
     Args:
         x: The activation.
@@ -106,7 +106,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
         `x`, with the sharding constraint.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if mesh.empty or mesh.are_all_axes_manual:
         return x
     split = [
         BATCH_AXES
@@ -131,9 +131,14 @@ def gather_weight(w: jax.Array, axes: tuple[str, ...] | None = None) -> jax.Arra
         axes: Its logical axes, by which it stays split; None for a copy whole along every axis.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if mesh.empty or mesh.are_all_axes_manual:
         return w
-    return _pinned(w, P() if axes is None else _spec(tuple(axes), w.shape, mesh, USE_RULES))
+    return _pinned(w, P() if axes is None else use_spec(axes, w.shape, mesh))
+
+
+def use_spec(axes: tuple[str, ...], shape: tuple[int, ...], mesh: Any) -> P:
+    """Partition spec by which a weight or a row of an activation is split where it is used."""
+    return _spec(tuple(axes), tuple(shape), mesh, USE_RULES)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
