@@ -81,8 +81,8 @@ def skip_costs(
     A token that skips attention makes its keys and values for others, and leaves out its logits,
     its sum of values and its output projection, and where nothing else needs them its queries. One
     that skips a feed-forward layer leaves out all products of the MLP, or of the experts it would
-    have chosen. Gates and routers run for every token, as do convolutions. That executed tokens read
-    fewer keys under `keys_values="executed"` is not counted.
+    have chosen. Gates and routers run for every token, as do convolutions. That executed tokens
+    read fewer keys under `keys_values="executed"` is not counted.
 
     Args:
         infos: Nested dict of `ParamInfo`.
