@@ -6,7 +6,7 @@ Every model has about 150M parameters in a token's forward pass and 900M in all,
 Arguments: `ratio` (80, 60, 40, 30 or 20); `connection` (nag, prenorm, or gated_prenorm, the
 baseline that can skip); `skip`, the target share of tokens that skip a sub-layer (0: no skipping);
 `sublayers` that are skipped (both, attention or feedforward); `router` (linear or zaya); `isoflop`
-(the run gets as many tokens as the skipped FLOPs buy); `smoke` (small, for a CPU; needs no network):
+(the run gets as many tokens as the skipped FLOPs buy); `smoke` (small, for a CPU, without network):
 
   --config=configs/papers/nag.py:ratio=60,skip=0.2,isoflop=true
 """
