@@ -82,7 +82,12 @@ def model(config) -> Any:
             jax.ShapeDtypeStruct((), jnp.int32),
             built.balance_shapes,
         ),
-        _program(built.update_balance, built.balance_shapes, statistics_of(built)),
+        _program(
+            built.update_balance,
+            built.balance_shapes,
+            statistics_of(built),
+            jax.ShapeDtypeStruct((), jnp.float32),
+        ),
     )
 
 

@@ -11,6 +11,7 @@ from nag_jax import config as config_lib
 from nag_jax import kinds
 from nag_jax.dotted import flatten
 from nag_jax.errors import UserError
+from nag_jax.models.skipping import NoSkipping
 from nag_jax.validation import RULES
 from nag_jax.values import parse
 
@@ -18,6 +19,7 @@ CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 ARGUMENTS = {
     "moe_small": ["", "smoke", "feedforward=moe_zaya"],
     "nag_adamw": ["", "smoke", "schedule=constant"],
+    "nag_mod_small": ["", "smoke", "rate=0.4,sublayers=attention", "connection=gated_prenorm"],
     "own_data": [
         "source=text,tokenizer=bytes",
         "source=jsonl,tokenizer=tokenizers_json",
@@ -373,6 +375,8 @@ def test_what_a_users_kind_lacks_is_told(node):
     assert all(name in sentence for name in kinds.MEMBERS[node])
     for kind in kinds.REGISTRY[node]:
         cls = kinds.kind_class(node, kind)
+        if cls is NoSkipping:  # has no sub-layers for which anything would be asked
+            continue
         assert all(hasattr(cls, name) for name in kinds.MEMBERS[node])
 
 
@@ -483,6 +487,28 @@ def test_diff_lists_changed_and_absent_leaves():
         ("model.loops=1000000000", ["model.loops", "between 1 and 10000"]),
         ("model.prelude_blocks=3 model.coda_blocks=3", ["num_blocks=6", "for the loop"]),
         ("model.feedforward.hidden=0", ["model.feedforward.hidden"]),
+        (
+            "model.skipping.kind=threshold model.connection.kind=prenorm",
+            [
+                "model.skipping.kind=threshold",
+                "kind=prenorm",
+                "allowed with it: nag, gated_prenorm",
+            ],
+        ),
+        (
+            "model.connection.kind=gated_prenorm model.skipping.kind=threshold "
+            "model.skipping.score=rotation",
+            ["model.skipping.score=rotation", "gated_prenorm", "allowed with it: gate"],
+        ),
+        (
+            "model.skipping.kind=threshold model.skipping.score=rotation model.skipping.hard=false",
+            ["model.skipping.hard=False", "score=gate"],
+        ),
+        (
+            "model.skipping.kind=threshold model.skipping.ramp_start=0.5",
+            ["model.skipping.ramp_end=0.15", "at least model.skipping.ramp_start=0.5"],
+        ),
+        ("model.skipping.kind=threshold model.skipping.rate=1", ["rate", "below 1"]),
         ("optimizer.learning_rate=-1", ["optimizer.learning_rate"]),
         ("optimizer.rate_multiplier.gate=-1", ["optimizer.rate_multiplier.gate"]),
         ("optimizer.embedding_decay=-1", ["optimizer.embedding_decay"]),
