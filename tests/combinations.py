@@ -155,38 +155,38 @@ class Combination(NamedTuple):
 # The default test suite has the first two, the slow one the others.
 IN_DEFAULT_SUITE = 2
 TABLE = """
-nag           ccgqa       moe    fan_in    none  float32  dots_with_no_batch_dims_saveable threshold
+nag           ccgqa       moe    fan_in    none  float32  dots_with_no_batch_dims_saveable none
 prenorm       gqa_qk_norm swiglu gaussian  twice bfloat16 nothing_saveable                 none
 residual_free mha         mlp    orthogonal core float32  none                             none
 nag           mqa         moe_zaya kaiming twice float32  dots_saveable                    threshold
 nag           ccgqa       swiglu fan_in    none  bfloat16 dots_with_no_batch_dims_saveable threshold
-prenorm       gqa_qk_norm mlp    gaussian  twice float32  nothing_saveable                 none
-nag           mqa         mlp    kaiming   twice float32  dots_saveable                    threshold
+gated_prenorm gqa_qk_norm mlp    gaussian  twice float32  nothing_saveable                 none
+nag           mqa         mlp    kaiming   twice float32  dots_saveable                    none
 gated_prenorm mha         moe    gaussian  twice float32  nothing_saveable                 threshold
 residual_free gqa         moe    orthogonal core float32  none                             none
-nag           gqa_qk_norm moe    xavier    twice bfloat16 dots_saveable                    threshold
-prenorm       mqa         moe    kaiming   core  float32  dots_with_no_batch_dims_saveable none
-nag           ccgqa_3_4   moe    fan_in    none  float32  nothing_saveable                 threshold
-gated_prenorm ccgqa       moe_zaya orthogonal core bfloat16 none                           threshold
+nag           gqa_qk_norm moe    xavier    twice bfloat16 dots_saveable                    none
+gated_prenorm mqa         moe    kaiming   core  float32  dots_with_no_batch_dims_saveable none
+nag           ccgqa_3_4   moe    fan_in    none  float32  nothing_saveable                 none
+gated_prenorm ccgqa       moe_zaya orthogonal core bfloat16 none                           none
 nag           mha         moe_zaya kaiming none  float32  dots_with_no_batch_dims_saveable none
 residual_free gqa         moe_zaya gaussian twice float32 dots_saveable                    none
 nag           gqa_qk_norm moe_zaya fan_in  core  bfloat16 nothing_saveable                 threshold
 prenorm       ccgqa_3_4   moe_zaya xavier  twice float32  dots_saveable                    none
-nag           mha         mlp    gaussian  none  bfloat16 none                             threshold
-nag           gqa         mlp    orthogonal none float32  dots_with_no_batch_dims_saveable none
+nag           mha         mlp    gaussian  none  bfloat16 none                             none
+nag           gqa         mlp    orthogonal none float32  dots_with_no_batch_dims_saveable threshold
 nag           gqa_qk_norm mlp    fan_in    core  float32  nothing_saveable                 none
 nag           ccgqa_3_4   swiglu xavier    twice bfloat16 none                             threshold
 prenorm       mha         mlp    fan_in    none  bfloat16 dots_with_no_batch_dims_saveable none
 prenorm       mha         swiglu kaiming   none  float32  nothing_saveable                 none
-gated_prenorm gqa         swiglu fan_in    none  bfloat16 dots_saveable                    threshold
+gated_prenorm gqa         swiglu fan_in    none  bfloat16 dots_saveable                    none
 prenorm       gqa         swiglu gaussian  twice bfloat16 nothing_saveable                 none
-gated_prenorm gqa_qk_norm swiglu orthogonal none float32  dots_with_no_batch_dims_saveable none
+prenorm       gqa_qk_norm swiglu orthogonal none float32  dots_with_no_batch_dims_saveable none
 prenorm       mqa         mlp    gaussian  core  bfloat16 dots_saveable                    none
 gated_prenorm mqa         mlp    xavier    none  bfloat16 dots_with_no_batch_dims_saveable none
 prenorm       mqa         swiglu fan_in    none  bfloat16 none                             none
 prenorm       ccgqa       swiglu xavier    twice bfloat16 nothing_saveable                 none
-gated_prenorm ccgqa_3_4   mlp    kaiming   core  bfloat16 dots_with_no_batch_dims_saveable none
-prenorm       ccgqa_3_4   swiglu orthogonal none float32  nothing_saveable                 none
+prenorm       ccgqa_3_4   mlp    kaiming   core  bfloat16 dots_with_no_batch_dims_saveable none
+gated_prenorm ccgqa_3_4   swiglu orthogonal none float32  nothing_saveable                 none
 residual_free mha         swiglu xavier    twice float32  dots_saveable                    none
 residual_free gqa         swiglu xavier    core  bfloat16 none                             none
 residual_free gqa         swiglu kaiming   none  float32  dots_saveable                    none
@@ -198,7 +198,7 @@ residual_free ccgqa       swiglu gaussian  twice float32  dots_with_no_batch_dim
 residual_free ccgqa       swiglu orthogonal core bfloat16 dots_saveable                    none
 residual_free ccgqa_3_4   swiglu fan_in    twice float32  dots_saveable                    none
 residual_free ccgqa_3_4   swiglu gaussian  none  bfloat16 none                             none
-gated_prenorm mqa         mlp    fan_in    none  float32  dots_saveable                    threshold
+prenorm       gqa         moe    orthogonal core float32  dots_with_no_batch_dims_saveable none
 """
 COMBINATIONS = [Combination(*line.split()) for line in TABLE.strip().splitlines()]
 
