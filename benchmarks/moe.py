@@ -20,19 +20,14 @@ from absl import flags
 from flax import nnx
 from ml_collections import ConfigDict
 from rich.console import Console
+from stepping import Stepper, derived, random_batch
 from timing import gradient_of, mib, size_of, surroundings, table_of, temporaries, timed_turns
 
 from nag_jax import cli
-from nag_jax import config as config_lib
 from nag_jax.kinds import kind_class
 from nag_jax.models.context import Context
 from nag_jax.models.linear import PRECISION, Numerics
 from nag_jax.models.rows import grouped_matmul
-from nag_jax.models.transformer import build_model
-from nag_jax.optim import build_optimizer
-from nag_jax.sharding.mesh import single_device_mesh
-from nag_jax.training.state import initialise
-from nag_jax.training.step import jit_train_step, train_step
 
 _ROWS = flags.DEFINE_integer("rows", 8, "rows of a batch, of the config's length")
 _VOCAB = flags.DEFINE_integer("vocabulary", 4096, "size of the vocabulary")
@@ -59,67 +54,28 @@ def feedforwards(hidden: int, counts: list[tuple[int, int]]) -> dict[str, dict[s
     return nodes
 
 
-def stepper(
-    config: ConfigDict, feedforward: dict, dtype: str, batch: dict
-) -> tuple[Callable, int, int]:
-    """(a function that takes a step on each call, bytes of its temporaries, parameters)."""
-    model = config.model
-    config = config_lib.resolve(
-        {
-            "data": {"row_length": config.data.row_length},
-            "model": {
-                **{k: v for k, v in model.items() if not isinstance(v, ConfigDict)},
-                "compute_dtype": dtype,
-                "attention": model.attention.to_dict(),
-                "connection": model.connection.to_dict(),
-                "feedforward": feedforward,
-            },
-            "optimizer": {"kind": "adamw", "schedule": {"kind": "constant"}},
-        }
-    )
-    model = build_model(config, _VOCAB.value)
-    optimizer, schedule = build_optimizer(config.optimizer, config.train.steps, model.infos)
-    mesh = single_device_mesh()
-    function = train_step(
-        model,
-        optimizer,
-        schedule,
-        steps=config.train.steps,
-        accumulation=1,
-        taps=False,
-        skip_not_finite=False,
-    )
-    holder = [initialise(model, optimizer, config.seed, mesh)]
-    with jax.set_mesh(mesh):
-        step = jit_train_step(function, model, optimizer, mesh)
-        compiled = step.lower(holder[0], batch).compile()
-
-    def call():
-        holder[0], metrics = compiled(holder[0], batch)
-        return holder[0], metrics
-
-    return call, temporaries(compiled), size_of(holder[0].params) // 4
-
-
 def steps_table(config: ConfigDict, dtype: str):
     """Whole training steps."""
-    rng = np.random.default_rng(0)
-    shape = (_ROWS.value, config.data.row_length + 1)
-    batch = {
-        "tokens": rng.integers(0, _VOCAB.value, shape, np.int32),
-        "segment_ids": np.ones(shape, np.int32),
-        "valid": np.ones(shape, bool),
-    }
+    length = config.data.row_length
+    batch = random_batch(_ROWS.value, length, _VOCAB.value)
     nodes = feedforwards(config.model.feedforward.hidden, [(8, 1), (8, 2), (64, 1)])
-    made = {name: stepper(config, node, dtype, batch) for name, node in nodes.items()}
-    seconds = timed_turns({name: call for name, (call, *_) in made.items()}, _REPEATS.value)
+    made = {
+        name: Stepper(
+            derived(config, length, feedforward=node, compute_dtype=dtype), batch, _VOCAB.value
+        )
+        for name, node in nodes.items()
+    }
+    seconds = timed_turns(made, _REPEATS.value)
     table = table_of(
-        f"training step, {_ROWS.value} rows of {shape[1] - 1} tokens, {dtype}",
+        f"training step, {_ROWS.value} rows of {length} tokens, {dtype}",
         *("feed-forward", "ms", "over dense", "temporaries, MiB", "parameters, million"),
     )
-    for name, (_, size, count) in made.items():
+    for name, step in made.items():
+        count = size_of(step.state.params) // 4
         over = f"{seconds[name] / seconds['dense']:.2f}"
-        table.add_row(name, f"{1e3 * seconds[name]:.0f}", over, mib(size), f"{count / 1e6:.1f}")
+        table.add_row(
+            name, f"{1e3 * seconds[name]:.0f}", over, mib(step.temporaries), f"{count / 1e6:.1f}"
+        )
     return table
 
 

@@ -408,7 +408,7 @@ def _listen(client: Any) -> None:
             with _only_timeouts():
                 _job.farewell = client.blocking_key_value_get(_FAREWELL, 600_000)
                 break
-        except Exception:
+        except RuntimeError:
             return  # the store has gone: the runtime ends this process, or it has ended well
     _job.heard.set()
     time.sleep(_GRACE_SECONDS)
