@@ -3,6 +3,10 @@
   python -m nag_jax.evaluate --checkpoint=runs/nag                      # the run's validation set
   python -m nag_jax.evaluate --checkpoint=runs/nag --text='docs/*.md' --by=document
   python -m nag_jax.evaluate --checkpoint=runs/nag --jsonl=a.jsonl.gz --field=body --json=out.json
+  python -m nag_jax.evaluate --checkpoint=runs/nag --skip_rate=0,.1,.2,.4 --skip=ffn --out=mod.md
+
+The last finds thresholds at which tokens skip sub-layers, for each rate, and says what the model
+scores with them and what they save; --save keeps them as a run (docs/skipping.md).
 
 The divisor is the UTF-8 bytes of the original text. Documents are packed into rows of the length
 used in training; a document longer than a row goes on in the next without its earlier context.
@@ -13,6 +17,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Container, Iterator
 
 from absl import flags
@@ -23,6 +28,9 @@ from nag_jax import cli
 from nag_jax.data.files import absolute
 from nag_jax.data.packing import utf8_length
 from nag_jax.errors import UserError
+
+# Sub-layers by the flag's short names.
+SKIP = {"ffn": "feedforward", "attention": "attention", "both": "both"}
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "a run's folder or one step's folder")
 _STEP = flags.DEFINE_integer("step", None, "which step; the newest intact one by default")
@@ -42,6 +50,19 @@ _LOOPS = flags.DEFINE_integer("loops", None, "runs of the model's loop; as in tr
 _USER_KINDS = flags.DEFINE_bool(
     "allow_user_kinds", False, "import classes that the checkpoint's config names"
 )
+_SKIP_RATE = flags.DEFINE_list(
+    "skip_rate", None, "shares of tokens that skip sub-layers, such as 0,.1,.2: a table by rate"
+)
+_SKIP = flags.DEFINE_enum(
+    "skip", None, list(SKIP), "sub-layers that tokens skip; those of the run, or both, by default"
+)
+_CALIBRATION = flags.DEFINE_string(
+    "calibration",
+    "train:1M",
+    "what thresholds are found on: so many tokens of the run's train or validation, or text files",
+)
+_OUT = flags.DEFINE_string("out", "", "also write the table of rates to this Markdown file")
+_SAVE = flags.DEFINE_string("save", "", "also save the thresholds of the one rate as a run here")
 flags.mark_flag_as_required("checkpoint")
 
 
@@ -122,6 +143,57 @@ def group_of(name: str, by: str, whole_files: Container[str]) -> str:
     return name if by == "document" or name in whole_files else re.sub(r":\d+$", "", name)
 
 
+def asked_rates(flag_values: flags.FlagValues) -> list[float]:
+    """The rates of --skip_rate, none without it; refuses flags that do not go together.
+
+    Raises:
+        UserError: One sentence naming the flag.
+    """
+    if flag_values.skip_rate is None:
+        for name in ("skip", "calibration", "out", "save"):
+            if flag_values[name].present:
+                raise UserError(f"--{name} goes with --skip_rate, which is not given")
+        return []
+
+    from nag_jax.evals import skipping
+
+    if flag_values.by is not None:
+        raise UserError("--by does not go with --skip_rate, whose table has a line for each rate")
+    rates = []
+    for text in flag_values.skip_rate:
+        try:
+            rates.append(float(text))
+        except ValueError:
+            raise UserError(f"--skip_rate: {text!r} is no number; say such as 0,.1,.2") from None
+        skipping.require_rate(rates[-1])
+    if not rates:
+        raise UserError("--skip_rate is empty: name at least one rate, such as 0,.1,.2")
+    skipping.parse_split(flag_values.calibration)
+    if flag_values.save and sum(rate > 0 for rate in rates) != 1:
+        raise UserError("--save keeps the thresholds of one rate: give one --skip_rate above 0")
+    if flag_values.save and flag_values.loops is not None:
+        raise UserError("--save does not go with --loops: a run is saved with its own loop")
+    return rates
+
+
+def writable(flag_values: flags.FlagValues, name: str) -> epath.Path | None:
+    """The file that a flag names, where it names one that can be written."""
+    path = absolute(flag_values[name].value) if flag_values[name].value else None
+    if path is not None:
+        require_writable(f"--{name}", path)
+    return path
+
+
+def write(flag: str, path: epath.Path | None, text: str) -> None:
+    """Writes a file that a flag names, if it does."""
+    if path is None:
+        return
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise UserError(f"{flag}={path} cannot be written: {error.strerror or error}") from error
+
+
 def main(config, flag_values) -> int:
     """Loads the run, scores the documents, prints the table."""
     del config
@@ -134,9 +206,10 @@ def main(config, flag_values) -> int:
 
     if flag_values.batch_size < 1:
         raise UserError(f"--batch_size={flag_values.batch_size}: it must be at least 1")
-    out = absolute(flag_values.json) if flag_values.json else None
-    if out is not None:
-        require_writable("--json", out)
+    rates = asked_rates(flag_values)
+    out = writable(flag_values, "json")
+    if rates:
+        return skip(flag_values, rates, out)
     texts = Texts(flag_values)
     run = load_run(
         flag_values.checkpoint,
@@ -200,10 +273,74 @@ def main(config, flag_values) -> int:
             "taps": result.taps,
             by: lines,
         }
+        write("--json", out, json.dumps(content, indent=1) + "\n")
+    return 0
+
+
+def skip(flag_values: flags.FlagValues, rates: list[float], json_file: epath.Path | None) -> int:
+    """Loads the run, finds thresholds for each rate, prints and writes the table, saves."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from nag_jax.evals import skipping
+    from nag_jax.evals.skipping_table import skipping_table
+    from nag_jax.runs import load_run, require_no_run
+    from nag_jax.training.checkpoints import SaveFailed
+
+    markdown_file = writable(flag_values, "out")
+    folder = absolute(flag_values.save) if flag_values.save else None
+    if folder is not None:
+        require_no_run(folder, "--save")
+    texts = Texts(flag_values)
+    run = load_run(
+        flag_values.checkpoint,
+        flag_values.step,
+        loops=flag_values.loops,
+        allow_user_kinds=flag_values.allow_user_kinds,
+    )
+    sublayers = SKIP.get(flag_values.skip) or skipping.own_sublayers(run.config)
+    for rate in rates:
+        skipping.skipping_config(run.config, rate, sublayers)
+    rows = run.pack(texts) if texts else run.validation_rows()
+    corpus = texts.fingerprint if texts else run.corpus_fingerprint
+    where = "the texts named" if texts else "the run's validation set"
+    table = skipping_table(
+        run,
+        rates,
+        sublayers,
+        flag_values.calibration,
+        rows,
+        flag_values.batch_size,
+        tell=lambda text: print(text, flush=True),
+    )
+    title = f"step {run.step} of {flag_values.checkpoint} on {where}, corpus {corpus}"
+    if flag_values.loops is not None:
+        title += f", loops {run.model.loops}"
+    shown = Table(title=escape(title))
+    for number, name in enumerate(table.header()):
+        shown.add_column(name, justify="right" if number else "left")
+    for cells in table.cells():
+        shown.add_row(*cells)
+    Console(highlight=False).print(shown)
+    for note in table.notes():
+        print(note)
+    content = {
+        "checkpoint": flag_values.checkpoint,
+        "step": run.step,
+        "loops": run.model.loops,
+        "corpus_fingerprint": corpus,
+        **table.to_json(),
+    }
+    write("--json", json_file, json.dumps(content, indent=1) + "\n")
+    write("--out", markdown_file, table.markdown(title[0].upper() + title[1:]))
+    if folder is not None:
         try:
-            out.write_text(json.dumps(content, indent=1) + "\n")
-        except OSError as error:
-            raise UserError(f"--json={out} cannot be written: {error.strerror or error}") from error
+            table.last.save(folder)
+        except SaveFailed as error:
+            print(f"failed: {error}", file=sys.stderr)
+            return cli.FAILED
+        print(f"Saved as a run: {folder}")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,16 +17,28 @@ from nag_jax import config as config_lib
 from nag_jax.data import store, tokenizers
 from nag_jax.errors import UserError
 from nag_jax.evals import generate as generation
+from nag_jax.evals import skipping
 from nag_jax.evals.bits_per_byte import Evaluation, make_evaluator
 from nag_jax.evals.loglikelihood import Scored, score_pairs
-from nag_jax.kinds import is_registered
+from nag_jax.kinds import is_registered, kind_class
 from nag_jax.models.attention_kernels import KERNELS
 from nag_jax.models.stages import MAX_LOOPS
 from nag_jax.models.transformer import LanguageModel, build_model, with_loops
+from nag_jax.parameters import flatten
 from nag_jax.sharding.mesh import single_device_mesh
 from nag_jax.training import start
-from nag_jax.training.checkpoints import CheckpointReader, find_checkpoint
+from nag_jax.training.checkpoints import (
+    FOLDER_NAME,
+    CheckpointReader,
+    Checkpoints,
+    absolute,
+    find_checkpoint,
+)
 from nag_jax.training.state import abstract_balance, abstract_params
+from nag_jax.training.workdir import require_possible
+
+# The document that says how a checkpoint's thresholds were found after training.
+CALIBRATION_FILE = "calibration.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +56,7 @@ class Run:
         mesh: Where the parameters live.
         fingerprint: Fingerprint of the rows it was trained on (texts, tokenizer, length, split).
         corpus_fingerprint: Fingerprint of the texts alone, to compare across tokenizers.
+        documents: The checkpoint's small files, by name.
     """
 
     config: ConfigDict
@@ -55,6 +69,17 @@ class Run:
     mesh: Mesh
     fingerprint: str
     corpus_fingerprint: str
+    documents: dict[str, bytes] = dataclasses.field(default_factory=dict)
+
+    @property
+    def calibration(self) -> dict[str, Any] | None:
+        """How the thresholds of skipping were found after training; None where they were not.
+
+        A dict of rate (the target), sublayers, data, tokens, passes, and skipped: the share of
+        these tokens that skipped each sub-layer, by kind.
+        """
+        content = self.documents.get(CALIBRATION_FILE)
+        return None if content is None else json.loads(content)
 
     def logits(self, tokens: Any, segment_ids: Any = None) -> jax.Array:
         """Next-token logits.
@@ -87,10 +112,7 @@ class Run:
         Raises:
             UserError: There is no text.
         """
-        rows = store.pack(documents, self.tokenizer, self.config.data.row_length)
-        if not rows.document_names:
-            raise UserError("the texts hold no token")
-        return self._score(rows, batch_size)
+        return self.score(self.pack(documents), batch_size)
 
     def evaluate_validation(self, batch_size: int = 16) -> Evaluation:
         """Scores the validation set the run was trained beside, preparing its corpus if need be.
@@ -98,23 +120,156 @@ class Run:
         Raises:
             UserError: The corpus is not the one it was.
         """
+        return self.score(self.validation_rows(), batch_size)
+
+    def pack(self, documents: Iterable[tuple[str, str]]) -> store.MemoryRows:
+        """Named texts as rows for `score`; arguments and errors as in `evaluate`."""
+        rows = store.pack(documents, self.tokenizer, self.config.data.row_length)
+        if not rows.document_names:
+            raise UserError("the texts hold no token")
+        return rows
+
+    def validation_rows(self) -> store.StoredRows:
+        """The run's validation set as rows for `score`; errors as in `evaluate_validation`."""
+        prepared = self._corpus()
+        if not prepared.validation.document_names:
+            raise UserError("the run has no validation documents (data.validation_share)")
+        return prepared.validation
+
+    def _corpus(self) -> store.PreparedData:
         prepared = store.prepare(self.config.data)
         if prepared.fingerprint != self.fingerprint:
             raise UserError(
                 f"the run's corpus has changed since it was trained (fingerprint "
                 f"{self.fingerprint} then, {prepared.fingerprint} now)"
             )
-        if not prepared.validation.document_names:
-            raise UserError("the run has no validation documents (data.validation_share)")
-        return self._score(prepared.validation, batch_size)
+        return prepared
 
-    def _score(self, rows: Any, batch_size: int) -> Evaluation:
+    def score(self, rows: Any, batch_size: int = 16) -> Evaluation:
+        """Scores rows from `pack` or `validation_rows`, as `evaluate` does."""
         evaluate = _evaluator(self.model, self.mesh, batch_size)
         return evaluate(self.params, self.balance, rows, self.age)
 
     def bits_per_byte(self, texts: Iterable[str]) -> float:
         """Bits per byte of some texts, taken together."""
         return self.evaluate((str(i), text) for i, text in enumerate(texts)).bits_per_byte
+
+    def calibration_rows(self, calibration: str) -> skipping.CalibrationRows:
+        """Text for `with_skipping`.
+
+        Args:
+            calibration: `train:1M` is the first million tokens that the run was trained on, as far
+                as there are so many different ones; `validation:200k` the like of its validation
+                set; anything else names UTF-8 text files, or is a pattern of them.
+
+        Raises:
+            UserError: There is no such text, or the corpus is not the one it was.
+        """
+        split = skipping.parse_split(calibration)
+        if split is not None:
+            rows = skipping.rows_of_split(self._corpus(), *split, self.config.seed)
+            return skipping.CalibrationRows(calibration, rows)
+        try:
+            source = kind_class("data.source", "text")(ConfigDict({"paths": (calibration,)}))
+        except UserError as error:
+            text = str(error).replace("data.source.paths", "calibration")
+            raise UserError(text) from error
+        documents = ((document.name, document.text) for document in source.documents())
+        return skipping.CalibrationRows(calibration, self.pack(documents))
+
+    def with_skipping(
+        self,
+        rate: float,
+        sublayers: str | None = None,
+        calibration: str | skipping.CalibrationRows = "train:1M",
+        batch_size: int = 16,
+    ) -> "Run":
+        """The same weights with thresholds at which this share of tokens skips; none move later.
+
+        Args:
+            rate: Target share of tokens that skip each sub-layer, below 1; 0 is the plain model.
+            sublayers: "both", "attention" or "feedforward"; by default those of the run, and both
+                for a run that was trained without skipping.
+            calibration: What thresholds are found on, as in `calibration_rows`; several rates can
+                share what that returns. See `nag_jax.evals.skipping.calibrate`.
+            batch_size: Rows per forward pass; no result depends on it.
+
+        Returns:
+            A run that skips, whose `calibration` says which rates were reached.
+
+        Raises:
+            UserError: The run's connection has no gate to skip by, or an argument is not allowed.
+        """
+        sublayers = sublayers or skipping.own_sublayers(self.config)
+        config = skipping.skipping_config(self.config, rate, sublayers)
+        if rate == 0 and self.config.model.skipping.kind == "none":
+            return self
+        documents = {k: v for k, v in self.documents.items() if k != CALIBRATION_FILE}
+        documents[start.CONFIG_FILE] = config_lib.to_json(config).encode()
+        # One model for all rates above 0: thresholds are data, so what is compiled serves them all.
+        model = _rebuilt(
+            config_lib.to_json(skipping.skipping_config(self.config, rate and 0.5, sublayers)),
+            self.tokenizer.vocab_size,
+            self.model.loops,
+        )
+        balance = _fitted(self.balance, abstract_balance(model, self.mesh))
+        run = dataclasses.replace(
+            self, config=config, model=model, balance=balance, documents=documents
+        )
+        if rate == 0:
+            return run
+        skipping.require_gate(self.model, self.params, config.model.connection.kind)
+        if isinstance(calibration, str):
+            calibration = self.calibration_rows(calibration)
+        found = skipping.calibrate(
+            model,
+            self.params,
+            balance,
+            calibration.rows,
+            rate,
+            step=self.age,
+            mesh=self.mesh,
+            batch_size=batch_size,
+        )
+        told = {
+            "rate": rate,
+            "sublayers": sublayers,
+            "data": calibration.name,
+            "tokens": found.tokens,
+            "passes": found.passes,
+            "skipped": found.skipped,
+        }
+        documents[CALIBRATION_FILE] = json.dumps(told, indent=1).encode()
+        return dataclasses.replace(run, balance=found.balance, documents=documents)
+
+    def save(self, folder: epath.PathLike) -> None:
+        """Saves the run as it is now, such as with thresholds found after training.
+
+        What is written is a run's folder with one checkpoint of the same step: config, weights,
+        balance and tokenizer, without the optimizer's state. Everything that uses a run opens it,
+        and `--init_from` may start from it; training does not go on in it.
+
+        Args:
+            folder: Where to; made if it is not there.
+
+        Raises:
+            UserError: It holds a run, cannot be written, or the loop runs another number of times
+                than the config says.
+            SaveFailed: The checkpoint could not be written.
+        """
+        folder = absolute(folder)
+        require_no_run(folder)
+        if self.model.loops != self.config.model.loops:
+            raise UserError(
+                f"a run whose loop runs {self.model.loops} times instead of "
+                f"{self.config.model.loops} cannot be saved: load it without loops"
+            )
+        checkpoints = Checkpoints(folder / FOLDER_NAME, keep_last=1)
+        arrays = {"params": self.params, "opt_state": {}, "balance": self.balance}
+        try:
+            checkpoints.save(self.step, arrays, self.documents)
+        finally:
+            checkpoints.close()
 
     def loglikelihood(
         self, pairs: Iterable[tuple[str, str]], batch_size: int = 16, progress: bool = True
@@ -190,6 +345,39 @@ class Run:
             on_text=on_text,
             **settings,
         )
+
+
+def require_no_run(folder: epath.Path, flag: str = "folder") -> None:
+    """Refuses a folder that holds a run, or cannot be made or written, without making it.
+
+    Args:
+        folder: The folder.
+        flag: What names it, for the message.
+
+    Raises:
+        UserError: If it does, or cannot.
+    """
+    require_possible(folder, flag)
+    if not all(CheckpointReader(path).is_empty() for path in (folder, folder / FOLDER_NAME)):
+        raise UserError(f"{flag}={folder} holds a run already: name another folder")
+
+
+def _fitted(balance: dict[str, Any], abstract: dict[str, Any]) -> dict[str, Any]:
+    """The balance for another model of the same weights: what is new there begins at 0."""
+    own = flatten(balance)
+
+    def fit(path, leaf):
+        zeros = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+        return own.get("/".join(key.key for key in path), zeros)
+
+    return jax.tree_util.tree_map_with_path(fit, abstract)
+
+
+@functools.lru_cache(maxsize=8)
+def _rebuilt(config: str, vocab_size: int, loops: int) -> LanguageModel:
+    """The model of a config of which a run was loaded, so that its kinds may be imported."""
+    config = config_lib.from_json(config, allow_user_kinds=True)
+    return build_model(_for_any_device(config), vocab_size, loops)
 
 
 def _for_any_device(config: ConfigDict) -> ConfigDict:
@@ -280,4 +468,5 @@ def load_run(
         mesh=mesh,
         fingerprint=fingerprint,
         corpus_fingerprint=corpus_fingerprint,
+        documents=documents,
     )

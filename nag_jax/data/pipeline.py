@@ -50,7 +50,7 @@ class TrainingStream(Iterator[Batch]):
             raise UserError("there is no training row")
         self._num_rows = len(rows)
         offsets = range(batch_size) if local_rows is None else local_rows
-        shuffled = grain.MapDataset.source(rows).shuffle(seed=_shuffle_seed(seed))
+        shuffled = _shuffled(grain.MapDataset.source(rows), seed)
         slices = _Slices(shuffled, start_row, batch_size, [int(row) for row in offsets])
         ahead = -(-prefetch // len(offsets))  # in batches
         options = grain.ReadOptions(num_threads=min(_THREADS, ahead), prefetch_buffer_size=ahead)
@@ -93,6 +93,16 @@ class _Slices:
         begin = self._first + index * self._stride
         # Past its length the shuffled data set goes on into the next epoch, in a new order.
         return _stack([self._shuffled[begin + offset] for offset in self._offsets])
+
+
+def first_rows(num_rows: int, seed: int, count: int) -> list[int]:
+    """Which rows a run of this seed is trained on first, in order; at most all of them."""
+    shuffled = _shuffled(grain.MapDataset.range(num_rows), seed)
+    return [int(shuffled[i]) for i in range(min(count, num_rows))]
+
+
+def _shuffled(dataset: Any, seed: int) -> Any:
+    return dataset.shuffle(seed=_shuffle_seed(seed))
 
 
 def _shuffle_seed(seed: int) -> int:

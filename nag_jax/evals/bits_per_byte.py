@@ -6,7 +6,7 @@ compare. The beginning-of-document token is not text: predicting it costs nothin
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nag_jax.data.pipeline import evaluation_batches
+from nag_jax.data.pipeline import Batch, evaluation_batches
 from nag_jax.models.transformer import LanguageModel
 from nag_jax.sharding import rules
 
@@ -72,6 +72,30 @@ class Evaluation:
         return flat
 
 
+def placed_batches(
+    rows: Any, batch_size: int, mesh: Mesh
+) -> Iterator[tuple[Batch, dict[str, jax.Array]]]:
+    """Every row once, in order, in batches: as they are, and on the mesh without their documents.
+
+    Args:
+        rows: From `nag_jax.data.store`, with documents.
+        batch_size: Rows per batch, rounded up to what the mesh divides; fewer where there are no
+            more rows.
+        mesh: Where to put them.
+    """
+    sharding = rules.batch_sharding(mesh)
+    size = -(-min(batch_size, len(rows)) // mesh.size) * mesh.size
+    for batch in evaluation_batches(rows, size):
+        placed = {
+            name: jax.make_array_from_callback(
+                x.shape, sharding, lambda index, x=x: np.asarray(x)[index]
+            )
+            for name, x in batch.items()
+            if name != "documents"
+        }
+        yield batch, placed
+
+
 def make_evaluator(
     model: LanguageModel, mesh: Mesh, batch_size: int
 ) -> Callable[[Any, Any, Any, int], Evaluation]:
@@ -80,14 +104,12 @@ def make_evaluator(
     Args:
         model: The model.
         mesh: Where the parameters live.
-        batch_size: Rows per batch, rounded up to what the mesh divides; fewer where there are no
-            more rows. No result depends on it.
+        batch_size: Rows per batch, as in `placed_batches`; no result depends on it.
 
     Returns:
         (params, balance, rows, step) -> Evaluation, where rows come from `nag_jax.data.store` and
         step is the number of optimizer steps behind the parameters.
     """
-    sharding = rules.batch_sharding(mesh)
 
     def score(params, balance, batch, step):
         out = model.evaluate_batch(params, batch, step, True, balance)
@@ -98,15 +120,8 @@ def make_evaluator(
     def evaluate(params: Any, balance: Any, rows: Any, step: int) -> Evaluation:
         nats = np.zeros(len(rows.document_names), np.float64)
         tokens, total, correct, taps = 0, 0.0, 0.0, None
-        size = -(-min(batch_size, len(rows)) // mesh.size) * mesh.size
-        for batch in evaluation_batches(rows, size):
-            documents = batch.pop("documents")[:, 1:]
-            placed = {
-                name: jax.make_array_from_callback(
-                    x.shape, sharding, lambda index, x=x: np.asarray(x)[index]
-                )
-                for name, x in batch.items()
-            }
+        for batch, placed in placed_batches(rows, batch_size, mesh):
+            documents = batch["documents"][:, 1:]
             with jax.set_mesh(mesh):
                 scored = score(params, balance, placed, jnp.asarray(step, jnp.int32))
             batch_nats, batch_correct, batch_taps = jax.device_get(scored)

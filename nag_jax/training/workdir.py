@@ -12,8 +12,12 @@ from nag_jax.errors import UserError
 from nag_jax.training import processes
 
 
-def require_possible(workdir: epath.Path) -> None:
+def require_possible(workdir: epath.Path, flag: str = "--workdir") -> None:
     """Refuses a folder that cannot be made or written, without making it.
+
+    Args:
+        workdir: The folder.
+        flag: What names it, for the message.
 
     Raises:
         UserError: If it, or what it would lie in, is a file or may not be written.
@@ -24,9 +28,9 @@ def require_possible(workdir: epath.Path) -> None:
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir():
-        raise UserError(f"--workdir={workdir}: {existing} is a file, not a folder")
+        raise UserError(f"{flag}={workdir}: {existing} is a file, not a folder")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"--workdir={workdir}: {existing} may not be written")
+        raise UserError(f"{flag}={workdir}: {existing} may not be written")
 
 
 @contextlib.contextmanager
