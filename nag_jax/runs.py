@@ -69,7 +69,7 @@ class Run:
     mesh: Mesh
     fingerprint: str
     corpus_fingerprint: str
-    documents: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    documents: dict[str, bytes] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def calibration(self) -> dict[str, Any] | None:

@@ -23,7 +23,6 @@ from nag_jax.data.pipeline import first_rows
 from nag_jax.dotted import flatten
 from nag_jax.errors import UserError
 from nag_jax.evals.bits_per_byte import placed_batches
-from nag_jax.kinds import kind_class
 from nag_jax.models.blocks import Balance
 from nag_jax.models.skipping import POOLED, quantiles
 from nag_jax.models.stages import SUBLAYERS
@@ -87,7 +86,7 @@ def skipping_config(config: ConfigDict, rate: float, sublayers: str) -> ConfigDi
         sublayers: As `model.skipping.sublayers`.
 
     Raises:
-        UserError: Its connection has no gate to skip by, or the rate is no share.
+        UserError: Its connection has no gate to skip by, or an argument is not allowed.
     """
     require_rate(rate)
     node = "model.skipping"
@@ -103,7 +102,7 @@ def skipping_config(config: ConfigDict, rate: float, sublayers: str) -> ConfigDi
         options = before | {"kind": "threshold", "rate": float(rate), "sublayers": sublayers}
     config = config_lib.resolve(leaves | {f"{node}.{key}": x for key, x in options.items()})
     if rate > 0:
-        kind_class(node, "threshold").validate(config)
+        config_lib.validate(config)
     return config
 
 
@@ -226,8 +225,9 @@ def calibrate(
     each pass reads the gates under the thresholds of the one before, until the rates that were
     realised are within `TOLERANCE` of the target (in each layer where it has a threshold of its
     own, in the mean where layers share one), or `MAX_PASSES` are made; the thresholds that came
-    nearest are returned. Where scores come in steps, as in a first attention layer, which sees the
-    token and nothing else, no threshold may come near.
+    nearest, in the mean, are returned. Equal scores are not divided, so that a rate may not be
+    reached where a sub-layer sees the token and nothing else: a first attention layer, and for
+    tokens that skip it the feed-forward layer after it.
 
     Args:
         model: A model that skips, at whatever rate.
@@ -244,9 +244,9 @@ def calibrate(
     for number in range(1, MAX_PASSES + 1):
         counts, skipped, tokens = _pass(model, params, balance, rows, step, mesh, batch_size)
         if number > 1:  # the first pass has thresholds of another rate
-            distance = _distance(model, skipped, rate)
-            found.append((distance, Calibrated(balance, number, tokens, skipped)))
-            if distance <= TOLERANCE or number == MAX_PASSES:
+            distances = _distances(model, skipped, rate)
+            found.append((np.mean(distances), Calibrated(balance, number, tokens, skipped)))
+            if max(distances) <= TOLERANCE or number == MAX_PASSES:
                 break
         thresholds = quantiles(jax.tree.map(jnp.asarray, counts), jnp.float32(rate))
         balance = with_thresholds(balance, jax.device_put(thresholds, whole))
@@ -254,13 +254,13 @@ def calibrate(
     return dataclasses.replace(nearest, passes=number)
 
 
-def _distance(model: LanguageModel, skipped: dict[str, list[float]], rate: float) -> float:
-    """How far realised rates are from the target, at most over thresholds."""
+def _distances(model: LanguageModel, skipped: dict[str, list[float]], rate: float) -> list[float]:
+    """How far the realised rate of each threshold is from the target."""
     each = [
         [np.mean(skipped[name])] if name in POOLED else skipped[name]
         for name in model.skipping.sublayers
     ]
-    return float(max(abs(x - rate) for rates in each for x in rates))
+    return [abs(float(x) - rate) for rates in each for x in rates]
 
 
 def _pass(model, params, balance, rows, step, mesh, batch_size):

@@ -55,6 +55,11 @@ def test_order_is_pinned():
     assert {seed: flat(order(rows, 20, seed=seed)) for seed in GOLDEN} == GOLDEN
 
 
+def test_the_first_rows_are_those_that_training_reads_first():
+    assert pipeline.first_rows(10, 0, 4) == GOLDEN[0][:4]
+    assert pipeline.first_rows(10, 1, 99) == GOLDEN[1][:10]  # each once
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 7, 64])
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_any_batch_size_start_and_prefetch_give_the_same_sequence(batch, prefetch):
