@@ -33,8 +33,11 @@ def convolutions(z, w):
     return np.array(second)
 
 
-def one_document(x, w, options, temperature):
-    """The branch of one document x [T, d]; `temperature` multiplies the logits."""
+def one_document(x, w, options, temperature, keys):
+    """The branch of one document x [T, d]; `temperature` multiplies the logits.
+
+    Only the positions `keys` are keys for later ones.
+    """
     length, width = len(x), options.head_dim
     heads, kv_heads = options.num_heads, options.num_kv_heads
     group = heads // kv_heads
@@ -66,15 +69,19 @@ def one_document(x, w, options, temperature):
     out = np.zeros_like(q)
     for n in range(heads):
         for t in range(length):
-            logits = temperature * (k[: t + 1, n // group] @ q[t, n]) / math.sqrt(width)
-            out[t, n] = softmax(logits) @ v[: t + 1, n // group]
+            seen = [s for s in range(t + 1) if s == t or keys[s]]
+            logits = temperature * (k[seen, n // group] @ q[t, n]) / math.sqrt(width)
+            out[t, n] = softmax(logits) @ v[seen, n // group]
     return np.einsum("tnh,nhd->td", out, w["output"])
 
 
-def ccgqa(x, w, options, segment_ids, layer=1):
-    """The branch of one row x [T, d] of documents; `layer` counts blocks from 1."""
+def ccgqa(x, w, options, segment_ids, layer=1, keys=None):
+    """The branch of one row x [T, d] of documents; `layer` counts blocks from 1.
+
+    With `keys` only these positions are keys for later ones.
+    """
     temperature = options.temperature_base ** (options.temperature_sign * layer)
     cuts = np.flatnonzero(np.diff(segment_ids)) + 1
-    return np.concatenate(
-        [one_document(part, w, options, temperature) for part in np.split(x, cuts)]
-    )
+    keys = np.ones(len(x), bool) if keys is None else keys
+    parts = zip(np.split(x, cuts), np.split(keys, cuts), strict=True)
+    return np.concatenate([one_document(x, w, options, temperature, own) for x, own in parts])

@@ -52,13 +52,18 @@ def rotary(x, place, theta):
     return np.concatenate([z.real, z.imag], axis=-1)
 
 
-def dense_attention(q, k, v, segment_ids):
-    """One row: q [T, N, h], k and v [T, K, h]; query head n reads key head n // (N/K)."""
+def dense_attention(q, k, v, segment_ids, keys=None):
+    """One row: q [T, N, h], k and v [T, K, h]; query head n reads key head n // (N/K).
+
+    With `keys` only these positions are keys, except each for itself.
+    """
     length, heads, width = q.shape
     group = heads // k.shape[1]
     out = np.zeros_like(q)
     same = segment_ids[:, None] == segment_ids[None, :]
     visible = same & np.tril(np.ones((length, length), bool))
+    if keys is not None:
+        visible &= keys | np.eye(length, dtype=bool)
     for n in range(heads):
         logits = q[:, n] @ k[:, n // group].T / math.sqrt(width)
         weights = np.where(visible, np.exp(logits - logits.max(axis=1, keepdims=True)), 0)
@@ -66,7 +71,7 @@ def dense_attention(q, k, v, segment_ids):
     return out
 
 
-def attention(x, w, options, segment_ids):
+def attention(x, w, options, segment_ids, keys=None):
     def project(name):
         return np.einsum("td,dnh->tnh", x, w[name])
 
@@ -76,7 +81,7 @@ def attention(x, w, options, segment_ids):
         k = rms_norm(k, w["key_norm"]["scale"], 1e-6)
     place = positions(segment_ids)
     q, k = rotary(q, place, options.rope_theta), rotary(k, place, options.rope_theta)
-    return np.einsum("tnh,nhd->td", dense_attention(q, k, v, segment_ids), w["output"])
+    return np.einsum("tnh,nhd->td", dense_attention(q, k, v, segment_ids, keys), w["output"])
 
 
 def gelu(x):
@@ -143,6 +148,19 @@ class Network:
         del index
         return self.branch(name, x, w, segment_ids), None
 
+    def gates(self, name, index, x, connection, warmup):
+        """The gate of tokens x, as it is told and as it multiplies; None where there is none."""
+        del name, index, warmup
+        if self.kind == "nag":
+            gate = connection["modulator"]
+            gate = modulator(x, gate, beta_of(gate, self.options.connection))
+        elif self.kind == "gated_prenorm":
+            router = connection["router"]
+            gate = np.maximum(sigmoid(x @ router["weight"] + float(router["bias"])), GATE_FLOOR)
+        else:
+            gate = None
+        return gate, gate
+
     def hidden(self, tokens, segment_ids, warmup):
         """(final hidden states, log inverse temperatures, taps of each sub-layer by token)."""
         e = self.params["table"]["rows"][tokens]
@@ -158,27 +176,31 @@ class Network:
                 w = self.block_params(index, name)
                 connection = w["connection"]
                 if self.kind == "nag":
+                    told, m = self.gates(name, index, r, connection, warmup)
                     f, weight = self.weighted_branch(name, index, r, w["branch"], segment_ids)
-                    gate = connection["modulator"]
-                    m = modulator(r, gate, beta_of(gate, options))
                     a = float(connection["alpha"]) * warmup * m
                     if weight is not None:
                         a = a * weight
                     before = r
                     r, growth = nag_write(r, f, a)
                     s = s + growth
-                    taps.append({"gain": a, "gate": m, "norm": np.exp(s)})
+                    taps.append({"gain": a, "gate": told, "norm": np.exp(s)})
                     after = r
                 else:
                     scale = connection["norm"]["scale"]
                     inner = rms_norm(x, scale, options.norm_epsilon)
+                    told, m = self.gates(name, index, inner, connection, warmup)
                     f, weight = self.weighted_branch(name, index, inner, w["branch"], segment_ids)
                     if weight is not None:
                         f = f * weight[:, None]
+                    if m is not None:
+                        f = f * m[:, None]
                     before = x / rms(x)
                     gain = (rms(f) / rms(x))[:, 0]
-                    x = x + f if self.kind == "prenorm" else f
+                    x = f if self.kind == "residual_free" else x + f
                     taps.append({"gain": gain, "norm": rms(x)[:, 0]})
+                    if told is not None:
+                        taps[-1]["gate"] = told
                     after = x / rms(x)
                 cosine = np.mean(before * after, axis=-1)
                 taps[-1]["rotation"] = np.arccos(np.clip(cosine, -1, 1))
