@@ -82,9 +82,11 @@ class SkippingTable:
         skipped = (
             "attention and feed-forward" if self.sublayers == "both" else _name(self.sublayers)
         )
+        tokens = [result["calibration"]["tokens"] for result in self.results if result["rate"]]
+        told = f" calibrated on {self.calibration} ({tokens[0]:,} tokens)" if tokens else ""
         notes = [
-            f"Tokens skip {skipped} by thresholds calibrated on {self.calibration}; skipped shares "
-            "are means over layers (lowest to highest layer) on the text that is scored.",
+            f"Tokens skip {skipped} by thresholds{told}; skipped shares are means over layers "
+            "(lowest to highest layer) on the text that is scored.",
             "Before calibration "
             + " and ".join(f"{_percent(rate)} skip {_name(name)}" for name, rate in before.items())
             + ".",

@@ -223,6 +223,7 @@ def test_the_table_tells_rates_that_were_not_reached():
         "calibration": {
             "rate": 0.1,
             "sublayers": "attention",
+            "tokens": 5000,
             "passes": 4,
             "skipped": {"attention": [0.1, 0.22], "feedforward": [0.0, 0.0]},
         },
@@ -230,6 +231,7 @@ def test_the_table_tells_rates_that_were_not_reached():
     table = SkippingTable("attention", "train:1M", 1024, result, [result], None)
     assert table.cells()[1][:3] == ["10.0 %", "15.0 % (10.0 to 20.0)", "0.0 %"]
     assert [row[0] for row in table.cells()] == ["as stored", "10.0 %"]
+    assert "skip attention by thresholds calibrated on train:1M (5,000 tokens)" in table.notes()[0]
     assert "15.0 % skip attention and 0.0 % skip feed-forward" in table.notes()[1]
     (note,) = table.notes()[3:]
     assert "At 10.0 % the calibration text itself came to 16.0 % of attention after 4" in note
