@@ -29,15 +29,15 @@ def pytest_collection_modifyitems(items):
             item.add_marker("slow")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def quick_compile():
-    """See `small_models.quick_compilation`."""
+    """See `small_models.quick_compilation`: no test is about what the optimisations do."""
     with quick_compilation():
         yield
 
 
 @pytest.fixture
-def x64(quick_compile):
+def x64():
     """float64 inside one test only: the switch is this thread's, and other tests keep float32."""
     with jax.enable_x64(True):
         yield

@@ -50,5 +50,5 @@ def test_the_previous_token_alone_does_not_teach_the_batch():
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS[:IN_DEFAULT_SUITE], ids=str)
-def test_combination(combination, tmp_path, quick_compile):
+def test_combination(combination, tmp_path):
     check(combination, tmp_path / "checkpoints")

@@ -146,8 +146,9 @@ def _on_first_forward(function, weights, x, sorting):
         return results(capacity, weights, x)
 
     y, kept = _switch(x, sorting, branch, weights, x)
-    # Under this name a remat policy keeps them: it cannot see the products in a switch.
-    kept = [checkpoint_name(part, GROUPED_PRODUCT) for part in kept]
+    # Under this name a remat policy keeps them: it cannot see the products in a switch, and would
+    # run it again for any one of its results.
+    y, *kept = (checkpoint_name(part, GROUPED_PRODUCT) for part in (y, *kept))
     return y, (weights, x, sorting, kept)
 
 

@@ -131,7 +131,7 @@ def assert_close(got, wanted, tolerance):
 @pytest.mark.parametrize(
     "length, width, packed", [(200, 58, True), (256, 66, False), (1, 128, True)]
 )
-def test_splash_equals_chunked(length, width, packed, quick_compile):
+def test_splash_equals_chunked(length, width, packed):
     """Values and gradients in float32, with heads and rows that fill no block."""
     q, k, v, c, segment_ids = example(length, width)
     segment_ids = segment_ids if packed else jnp.zeros_like(segment_ids)
@@ -214,7 +214,7 @@ def test_remat_keeps_the_outputs_of_kernels():
     assert forward_passes(()) == 2
 
 
-def test_attend_on_cpu_is_chunked(quick_compile):
+def test_attend_on_cpu_is_chunked():
     q, k, v, _, segment_ids = example(40, 8)
     auto = functools.partial(attend, implementation="auto", chunk=16, packed=True)
     plain = jax.jit(functools.partial(chunked_attention, chunk=16))(q, k, v, segment_ids)
@@ -224,7 +224,7 @@ def test_attend_on_cpu_is_chunked(quick_compile):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_attend_runs_the_choice_on_each_device(packed, monkeypatch, quick_compile):
+def test_attend_runs_the_choice_on_each_device(packed, monkeypatch):
     """A TPU's choice, interpreted: the same with a mesh and without, and chunked to bfloat16."""
     q, k, v, c, segment_ids = example(40, 8, dtype=jnp.bfloat16)
     segment_ids = segment_ids if packed else jnp.zeros_like(segment_ids)

@@ -150,7 +150,7 @@ def central_difference(leaf, direction, function, size=2e-6):
 
 
 @pytest.mark.parametrize("kernels", [(2, 2), (3, 3), (4, 4), (2, 4)])
-def test_documents_in_one_row_are_each_as_alone(kernels, quick_compile):
+def test_documents_in_one_row_are_each_as_alone(kernels):
     """Also without a mask, where a row is one document with padding behind it."""
     options = options_of(depthwise_kernel=kernels[0], grouped_kernel=kernels[1])
     params, run = branch(options)
@@ -171,7 +171,7 @@ def test_documents_in_one_row_are_each_as_alone(kernels, quick_compile):
             np.testing.assert_allclose(together[place], y[row][segment_ids[row] == 1], atol=1e-6)
 
 
-def test_no_document_moves_another_or_the_past(quick_compile):
+def test_no_document_moves_another_or_the_past():
     """Changing one token changes its document from there on, every later token, and nothing else.
 
     Exactly nothing: the delayed values, the convolutions and attention all reach back only.
@@ -191,7 +191,7 @@ def test_no_document_moves_another_or_the_past(quick_compile):
 
 
 @pytest.mark.parametrize("kernels, kv_heads", [((2, 2), 2), ((1, 1), 2), ((4, 3), 1)])
-def test_cached_steps_equal_the_whole(kernels, kv_heads, quick_compile):
+def test_cached_steps_equal_the_whole(kernels, kv_heads):
     """Prompts padded on their left in one batch, then steps: each as the document alone."""
     options = options_of(
         depthwise_kernel=kernels[0], grouped_kernel=kernels[1], num_kv_heads=kv_heads
@@ -246,7 +246,7 @@ def test_heads_of_any_even_width_and_rows_shorter_than_the_kernels(head_dim, len
     np.testing.assert_allclose(y[0], ccgqa(x[0], params, options, packed(length)), atol=1e-9)
 
 
-def test_bfloat16_is_close_to_float32(quick_compile):
+def test_bfloat16_is_close_to_float32():
     options = options_of()
     x = np.random.default_rng(7).normal(size=(2, 9, D_MODEL)).astype(np.float32)
     context = context_of(np.stack([packed(9), packed(4, 5)]))
@@ -257,7 +257,7 @@ def test_bfloat16_is_close_to_float32(quick_compile):
     assert np.std(rounded.astype(jnp.float32) - y) < 0.03 * np.std(y)
 
 
-def test_initial_values(quick_compile):
+def test_initial_values():
     """Convolutions as PyTorch's, unit logits but for the initialisation's key gain."""
 
     class Sharp(FanIn):
@@ -316,7 +316,7 @@ def test_logits_of_a_network(x64):
     np.testing.assert_allclose(logits[0], expected, rtol=1e-8, atol=1e-9)
 
 
-def test_decoding_equals_the_full_forward(quick_compile):
+def test_decoding_equals_the_full_forward():
     """A looped model: every prompt's and every step's logits, prompts padded on their left."""
     model = small_model(attention__kind="ccgqa", loops=2, num_blocks=3, prelude_blocks=1)
     params = random_params(model)
@@ -358,7 +358,7 @@ def test_sizes_that_cannot_work_are_refused(key, value, named):
     assert all(name in str(error.value) for name in named)
 
 
-def test_memory_is_linear_in_length(quick_compile):
+def test_memory_is_linear_in_length():
     options = options_of(query_chunk=16)
     params, run = branch(options)
     sizes = []

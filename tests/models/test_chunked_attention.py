@@ -81,7 +81,7 @@ def test_gradient_formula_by_finite_differences():
 
 @pytest.mark.parametrize("kv_heads, group", [(1, 4), (4, 1), (2, 2)])
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-5), ("bfloat16", 3e-2)])
-def test_head_ratios_and_dtypes(kv_heads, group, dtype, tolerance, quick_compile):
+def test_head_ratios_and_dtypes(kv_heads, group, dtype, tolerance):
     """Multi-query, multi-head and between; gradients come in the inputs' dtype."""
     q, k, v, segment_ids = example(21, kv_heads, group, width=8)
     c = np.random.default_rng(1).normal(size=q.shape)
@@ -99,7 +99,7 @@ def test_head_ratios_and_dtypes(kv_heads, group, dtype, tolerance, quick_compile
         )
 
 
-def test_large_logits_do_not_overflow(quick_compile):
+def test_large_logits_do_not_overflow():
     q, k, v, segment_ids = example(16)
     q = 1e4 * q
     inputs = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]

@@ -246,7 +246,7 @@ def balances_after(steps, batch, **options):
     return jax.device_get(state.balance), told
 
 
-def test_balance_does_not_depend_on_how_a_step_is_run(quick_compile):
+def test_balance_does_not_depend_on_how_a_step_is_run():
     """Bit for bit the same with and without remat and accumulation."""
     batch = packed_batch([[9], [4, 4], [2, 2, 2], [7, 2]], 8)
     expected, told = balances_after(3, batch, accumulation=1)
@@ -278,7 +278,7 @@ def test_the_bias_follows_the_sign_of_the_load():
     assert told == {"load_over_mean": 3.0, "idle_experts": 0.5}
 
 
-def test_cached_decoding(quick_compile):
+def test_cached_decoding():
     """Every next token's logits, with a memo, layers that differ and a loop."""
     keys = {"feedforward__kind": "moe_zaya", "feedforward__num_experts": (2, 4), "num_blocks": 4}
     model = build_model(small_config(**MOE | keys, loops=2), VOCAB)
@@ -303,7 +303,7 @@ def test_cached_decoding(quick_compile):
 @pytest.mark.parametrize(
     "form", [{"feedforward__top_k": (2,)}, {"connection__router_weight": "unit"}]
 )
-def test_experts_of_vanishing_probability(form, quick_compile):
+def test_experts_of_vanishing_probability(form):
     """The bias may choose experts whose probability underflows: gradients stay finite."""
     model = build_model(small_config(**MOE | form, num_blocks=1), VOCAB)
     params, batch = random_params(model), packed_batch([[9]], 8)

@@ -156,7 +156,7 @@ def test_layer_norm_is_the_definition():
 
 
 @pytest.mark.parametrize("connection", ["prenorm", "residual_free"])
-def test_layer_norm_serves_branches_and_the_end(connection, quick_compile):
+def test_layer_norm_serves_branches_and_the_end(connection):
     """A constant added to every embedding is invisible to it, and to no other norm."""
     batch = packed_batch([[9]], 8)
 

@@ -20,8 +20,6 @@ LAST = 10**6  # a step after every warm-up
 LENGTH = 12
 BATCH = packed_batch([[6, 7], [1, 9], [5]], LENGTH)
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def compiled(taps=False, **keys):
     """(model, jitted function of parameters and batch), shared by the tests of this file."""
@@ -139,6 +137,7 @@ def test_remat_policies_agree(policy):
     assert_same_gradients(gradients, expected_gradients)
 
 
+@pytest.mark.slow
 def test_remat_saves_memory():
     """Keeping nothing needs less temporary memory than keeping everything, at a depth of 8."""
     batch = packed_batch([[129]] * 2, 128)
