@@ -12,7 +12,7 @@ from nag_jax.models import kept_attention as kept_lib
 from nag_jax.models.chunked_attention import chunked_attention
 from nag_jax.models.kept_attention import kept_attention
 
-# (length, chunk): one token, one chunk, tails, a chunk longer than the row, more chunks than groups.
+# (length, chunk): one token, tails; whole chunks, a chunk longer than the row, more than groups.
 LENGTHS = [(1, 4), (21, 4)]
 MORE = [pytest.param(*of, marks=pytest.mark.slow) for of in ((16, 4), (7, 16), (75, 4))]
 SHARES = {"none": 0.0, "some": 0.6, "all": 1.0}
