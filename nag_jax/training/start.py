@@ -273,7 +273,10 @@ def _branch(state: TrainState, init_from: InitFrom, prepared: Any) -> tuple[Trai
     if tokenizer != _tokenizer_documents(prepared.tokenizer):
         print("  NOTE: that run had another tokenizer, so its embeddings belong to other tokens")
     if state.balance and "balance" not in arrays:
-        print("  NOTE: the balance (of routers, of skipping) starts anew; --carry=params,balance takes it over")
+        print(
+            "  NOTE: the balance (of routers, of skipping) starts anew; "
+            "--carry=params,balance takes it over"
+        )
     if "opt_state" in arrays:
         arrays["opt_state"] = _rewind_schedules(arrays["opt_state"])
     saved = _position(documents)

@@ -59,7 +59,9 @@ def test_a_runs_balance_is_saved_and_read(place, tmp_path, capsys):
     for carry, words in ((("params",), True), (("params", "balance"), False)):
         asked = parse_init_from(str(tmp_path / "run"), carry)
         train(config_of(place, train__steps=2), tmp_path / "-".join(carry), asked)
-        assert ("the balance (of routers, of skipping) starts anew" in capsys.readouterr().out) == words
+        assert (
+            "the balance (of routers, of skipping) starts anew" in capsys.readouterr().out
+        ) == words
 
 
 def test_a_missing_balance_is_named(tmp_path):
