@@ -3,7 +3,9 @@
 Started by `test_step_on_devices` with eight simulated devices.
 """
 
+import dataclasses
 import sys
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,8 @@ from ml_collections import ConfigDict
 from small_models import quick_compilation, small_config
 
 from nag_jax.models.moe import MixtureOfExperts
-from nag_jax.models.transformer import build_model
+from nag_jax.models.skipping import ThresholdSkipping
+from nag_jax.models.transformer import build_model, skipping_part, with_thresholds
 from nag_jax.optim import build_optimizer
 from nag_jax.parameters import flatten
 from nag_jax.sharding.mesh import make_mesh
@@ -22,7 +25,8 @@ from nag_jax.training.step import jit_train_step, train_step
 
 VOCAB, LENGTH = 50, 104
 
-# Probabilities of routers that lie nearer may change places by rounding.
+# Probabilities of routers, or a score and its threshold, that lie nearer may change places by
+# rounding.
 SMALLEST_GAP = 1e-6
 
 
@@ -50,10 +54,25 @@ FEEDFORWARDS = {
 }
 
 
+class Kinds(NamedTuple):
+    """The kinds of a model's parts."""
+
+    connection: str
+    attention: str
+    feedforward: str
+    skipping: str = "none"
+
+
+# Of a model that skips: half of the run is done, so that the target is its rate.
+SKIPPING = {"skipping__rate": 0.4, "skipping__threshold_rate": 0.5}
+STEPS = 10
+
+
 class Stepper:
     """A compiled step on a mesh, from the same start each time (that of the first)."""
 
-    def __init__(self, connection, attention, feedforward, mesh_shape, accumulation, start=None):
+    def __init__(self, kinds, mesh_shape, accumulation, start=None):
+        connection, attention, feedforward, skipping = kinds
         self.config = small_config(
             {
                 "optimizer.kind": "adamw",
@@ -74,16 +93,18 @@ class Stepper:
             loss_chunk=50,
             vocab_multiple=8,
             **{f"feedforward__{k}": value for k, value in FEEDFORWARDS[feedforward].items()},
+            skipping__kind=skipping,
+            **(SKIPPING if skipping == "threshold" else {}),
         )
         self.model = model = build_model(self.config, VOCAB)
-        optimizer, schedule = build_optimizer(self.config.optimizer, 10, model.infos)
+        optimizer, schedule = build_optimizer(self.config.optimizer, STEPS, model.infos)
         devices = jax.devices()[: int(np.prod(mesh_shape))]
         self.mesh = make_mesh(ConfigDict(dict(zip(MESH_AXES, mesh_shape, strict=True))), devices)
         function = train_step(
             model,
             optimizer,
             schedule,
-            steps=10,
+            steps=STEPS,
             accumulation=accumulation,
             taps=True,
             skip_not_finite=False,
@@ -91,8 +112,12 @@ class Stepper:
         self.step = jit_train_step(function, model, optimizer, self.mesh)
         abstract = abstract_state(model, optimizer, self.mesh)
         self.shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-        start = start or initialise(model, optimizer, 0, self.mesh)
-        self.start = jax.tree.map(np.asarray, start)
+        if start is None:
+            start = jax.tree.map(np.asarray, initialise(model, optimizer, 0, self.mesh))
+            if skipping == "threshold":
+                start = dataclasses.replace(start, step=np.int32(STEPS // 2))
+                start = dataclasses.replace(start, balance=thresholds_in_gaps(model, start))
+        self.start = start
 
     def __call__(self, batch):
         """(metrics, flat parameters after the step, the state on its devices)."""
@@ -187,8 +212,60 @@ def check_routing(stepper, batch):
     assert len(found) == stepper.config.model.num_blocks and min(found) > SMALLEST_GAP, found
 
 
-# What is run by each name: connection, attention, feed-forward, meshes (data, fsdp, tensor, expert)
-# with the number of micro-batches.
+def scores_of(model, start, balance):
+    """Scores of the tokens of both batches, [layers, tokens], and each's distance to its threshold.
+
+    Padding is left out: its scores are one number up to rounding, and nobody reads it.
+    """
+    decide, found = ThresholdSkipping.decide, []
+
+    def watched(self, gate, score, threshold):
+        jax.debug.callback(lambda *x: found.append(x), score, threshold, ordered=True)
+        return decide(self, gate, score, threshold)
+
+    scores, thresholds = [], []
+    ThresholdSkipping.decide = watched
+    try:
+        for batch in BATCHES.values():
+            found.clear()
+            jax.block_until_ready(
+                model.evaluate_batch(start.params, batch, start.age, False, balance)
+            )
+            jax.effects_barrier()
+            scores.append([np.asarray(score)[batch["valid"][:, :-1]] for score, _ in found])
+            thresholds = np.array([threshold for _, threshold in found])
+    finally:
+        ThresholdSkipping.decide = decide
+    scores = np.concatenate(scores, axis=1)
+    return scores, np.abs(scores - thresholds[:, None])
+
+
+def thresholds_in_gaps(model, start):
+    """The balance with thresholds below which about 40 % of tokens lie, and none is near.
+
+    One layer after the other, since what one skips moves the scores of those behind it.
+    """
+    balance = jax.tree.map(np.array, start.balance)
+    names = list(model.skipping.sublayers)
+    for layer in range(len(names) * model.options.num_blocks):
+        repeat, offset = divmod(layer, len(names))
+        scores = np.sort(scores_of(model, start, balance)[0][layer])
+        part = scores[int(0.37 * len(scores)) : int(0.43 * len(scores))]
+        at = np.argmax(np.diff(part))
+        thresholds = skipping_part(balance)
+        thresholds["stage_0"]["blocks"][names[offset]][repeat] = (part[at] + part[at + 1]) / 2
+        balance = with_thresholds(balance, thresholds)
+    return balance
+
+
+def check_skipping(stepper):
+    """No token's score is near its threshold."""
+    _, margins = scores_of(stepper.model, stepper.start, stepper.start.balance)
+    assert margins.min() > 10 * SMALLEST_GAP, margins.min()
+
+
+# What is run by each name: the kinds, and meshes (data, fsdp, tensor, expert) with the number of
+# micro-batches.
 PAPER_MESHES = [
     ((8, 1, 1, 1), 2),
     ((1, 4, 2, 1), 2),
@@ -197,27 +274,39 @@ PAPER_MESHES = [
     ((1, 1, 1, 8), 1),
 ]
 CASES = {
-    "nag": ("nag", "ccgqa", "moe", [((1, 2, 2, 2), 2)]),
+    "nag": (Kinds("nag", "ccgqa", "moe"), [((1, 2, 2, 2), 2)]),
     # In the second mesh fewer key-value heads than devices that share heads.
-    "prenorm": ("prenorm", "gqa", "swiglu", [((1, 1, 1, 1), 2), ((2, 1, 4, 1), 1)]),
+    "prenorm": (Kinds("prenorm", "gqa", "swiglu"), [((1, 1, 1, 1), 2), ((2, 1, 4, 1), 1)]),
+    "nag_skips": (
+        Kinds("nag", "ccgqa", "moe", "threshold"),
+        [((8, 1, 1, 1), 2), ((1, 2, 2, 2), 1)],
+    ),
+    "gated_prenorm_skips": (
+        Kinds("gated_prenorm", "gqa", "swiglu", "threshold"),
+        [((2, 1, 4, 1), 2), ((1, 4, 1, 2), 1)],
+    ),
 } | {
-    f"{connection}_ccgqa_moe": (connection, "ccgqa", "moe", PAPER_MESHES)
+    f"{connection}_ccgqa_moe": (Kinds(connection, "ccgqa", "moe"), PAPER_MESHES)
     for connection in ("nag", "prenorm", "residual_free")
 }
 
 
 def main(case):
-    *kinds, meshes = CASES[case]
-    reference = Stepper(*kinds, (1, 1, 1, 1), 1)
+    kinds, meshes = CASES[case]
+    reference = Stepper(kinds, (1, 1, 1, 1), 1)
     expected = {name: reference(batch)[:2] for name, batch in BATCHES.items()}
-    if kinds[2] == "moe":
+    if kinds.feedforward == "moe":
         for batch in BATCHES.values():
             check_routing(reference, batch)
+    if kinds.skipping == "threshold":
+        check_skipping(reference)
+        for metrics, _ in expected.values():
+            assert np.all(np.abs(metrics["taps/skipped"] - 0.4) < 0.1), metrics["taps/skipped"]
     # Each batch has 16 * 56 targets, of which the metrics know.
     assert all(metrics["tokens"] == 896 for metrics, _ in expected.values())
     start = flatten(reference.start.params)
     for mesh_shape, accumulation in meshes:
-        stepper = Stepper(*kinds, mesh_shape, accumulation, reference.start)
+        stepper = Stepper(kinds, mesh_shape, accumulation, reference.start)
         for name, batch in BATCHES.items():
             metrics, params, state = stepper(batch)
             where = f"mesh {mesh_shape}, accumulation {accumulation}, {name}:"
