@@ -7,7 +7,9 @@ import pytest
 from small_models import quick_compilation, random_params, small_model
 
 from nag_jax.models import attention as attention_lib
+from nag_jax.models import feedforward as feedforward_lib
 from nag_jax.models import kept_rows
+from nag_jax.models import rows as rows_lib
 from nag_jax.models import skipping as skipping_lib
 from nag_jax.models.skipping import ThresholdSkipping
 from nag_jax.models.transformer import skipping_part, with_thresholds
@@ -134,9 +136,16 @@ def test_decisions_and_logits_are_those_of_whole_rows(prompts, keys, decided):
         np.testing.assert_allclose(logits, expected, atol=1e-5 * np.abs(whole).max())
 
 
-@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_token_that_skips_runs_no_branch(batch, monkeypatch, quick_compile):
-    """Neither the rows' products nor the reading of the cache, in each sub-layer of its own."""
+@pytest.mark.parametrize(
+    ("feedforward", "batch", "own"),
+    [
+        ("swiglu", 1, 3 * ["contract"]),
+        pytest.param("swiglu", 2, 3 * ["contract"], marks=pytest.mark.slow),
+        pytest.param("moe", 1, 3 * ["_blocks"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_token_that_skips_runs_no_branch(feedforward, batch, own, monkeypatch, quick_compile):
+    """Neither the rows' products nor experts nor the reading of the cache."""
     ran = []
 
     def watch(place, name):
@@ -150,7 +159,9 @@ def test_a_token_that_skips_runs_no_branch(batch, monkeypatch, quick_compile):
 
     watch(attention_lib, "attend_to_cache")
     watch(attention_lib, "contract")
-    model = small_model(skipping__kind="threshold", num_blocks=1)
+    watch(feedforward_lib, "contract")
+    watch(rows_lib, "_blocks")
+    model = small_model(skipping__kind="threshold", feedforward__kind=feedforward, num_blocks=1)
     params = random_params(model)
     start = jnp.zeros(batch, jnp.int32)
     tokens = jnp.ones((batch, 2), jnp.int32)
@@ -166,5 +177,5 @@ def test_a_token_that_skips_runs_no_branch(batch, monkeypatch, quick_compile):
         return sorted(ran)
 
     # Keys and values are made for every token, queries and outputs for those that run.
-    assert names(0.0) == ["attend_to_cache"] + 4 * ["contract"]
+    assert names(0.0) == sorted(["attend_to_cache"] + 4 * ["contract"] + own)
     assert names(2.0) == 2 * ["contract"]

@@ -1,10 +1,11 @@
-"""The balance of a run with experts: saved, read by all that uses the run, missed by name."""
+"""The balance of a run with experts and thresholds: saved, read by all that uses it, missed."""
 
 import numpy as np
 import pytest
 from run_helpers import PLAIN, results, saved_arrays
 
 from nag_jax.errors import UserError
+from nag_jax.parameters import flatten
 from nag_jax.runs import load_run
 from nag_jax.training.checkpoints import CheckpointReader, Checkpoints
 from nag_jax.training.loop import train
@@ -14,6 +15,8 @@ KEYS = PLAIN | {
     "model.feedforward.kind": "moe",
     "model.feedforward.num_experts": (4,),
     "model.feedforward.balance_rate": 0.1,
+    "model.connection.kind": "nag",
+    "model.skipping.kind": "threshold",
     "train.steps": 6,
     "checkpoint.every": 6,
     "checkpoint.keep_best": 0,
@@ -40,6 +43,8 @@ def test_a_runs_balance_is_saved_and_read(place, tmp_path, capsys):
     }
     bias = balance["balance/stage_0/blocks/feedforward/bias"]
     assert np.abs(bias).max() > 0.1
+    for name in ("attention", "feedforward"):
+        assert np.all(balance[f"balance/stage_0/blocks/skipping/{name}"] > 0)
     lines = [line for line in results(tmp_path / "run") if "train/loss" in line]
     assert all(line["train/feedforward_load_over_mean_max"] >= 1 for line in lines)
     # The same steps with evaluations between them end with the same balance.
@@ -49,8 +54,9 @@ def test_a_runs_balance_is_saved_and_read(place, tmp_path, capsys):
             np.testing.assert_array_equal(x, balance[path])
 
     run = load_run(tmp_path / "run")
-    np.testing.assert_array_equal(run.balance["stage_0"]["blocks"]["feedforward"]["bias"], bias)
     evaluation = run.evaluate_validation()
+    for path, x in flatten(run.balance).items():
+        np.testing.assert_array_equal(x, balance[f"balance/{path}"])
     assert evaluation.bits_per_byte == pytest.approx(outcome.evaluation.bits_per_byte, rel=1e-5)
     assert len(run.generate("a", max_tokens=3).tokens) <= 3
     assert run.loglikelihood([("a", " b")], progress=False)[0].log_likelihood < 0
