@@ -43,6 +43,14 @@ def x64():
         yield
 
 
+@pytest.fixture
+def few_rungs(monkeypatch):
+    """Fewer capacities for kept rows, which compile faster; `test_kept_rows` has all of them."""
+    from nag_jax.models import kept_rows
+
+    monkeypatch.setattr(kept_rows, "EIGHTHS", (0, 5, 8))
+
+
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory):
     """See `use_helpers.TinyRun`."""

@@ -8,7 +8,6 @@ from small_models import quick_compilation, random_params, small_model
 
 from nag_jax.models import attention as attention_lib
 from nag_jax.models import feedforward as feedforward_lib
-from nag_jax.models import kept_rows
 from nag_jax.models import rows as rows_lib
 from nag_jax.models import skipping as skipping_lib
 from nag_jax.models.skipping import ThresholdSkipping
@@ -49,7 +48,7 @@ PARAMETERS = [
 
 
 @pytest.fixture
-def decided(monkeypatch):
+def decided(monkeypatch, few_rungs):
     """Every decision that is made: (keep, score minus threshold) by order of layers."""
     found = []
     decide = ThresholdSkipping.decide
@@ -65,7 +64,6 @@ def decided(monkeypatch):
         return keep, m
 
     monkeypatch.setattr(ThresholdSkipping, "decide", watched)
-    monkeypatch.setattr(kept_rows, "EIGHTHS", (0, 5, 8))
 
     def take():
         jax.effects_barrier()
@@ -144,7 +142,7 @@ def test_decisions_and_logits_are_those_of_whole_rows(prompts, keys, decided):
         pytest.param("moe", 1, 3 * ["_blocks"], marks=pytest.mark.slow),
     ],
 )
-def test_a_token_that_skips_runs_no_branch(feedforward, batch, own, monkeypatch, quick_compile):
+def test_a_token_that_skips_runs_no_branch(feedforward, batch, own, monkeypatch):
     """Neither the rows' products nor experts nor the reading of the cache."""
     ran = []
 

@@ -67,7 +67,7 @@ def test_equals_masked_attention(length, chunk, x64):
     ("dtype", "tolerance"),
     [pytest.param("float32", 2e-5, marks=pytest.mark.slow), ("bfloat16", 3e-2)],
 )
-def test_dtypes(dtype, tolerance, quick_compile):
+def test_dtypes(dtype, tolerance):
     """Gradients come in the inputs' dtype."""
     q, k, v, segment_ids = example(21, kv_heads=1, group=4, width=8)
     c = np.random.default_rng(1).normal(size=q.shape)
@@ -81,7 +81,7 @@ def test_dtypes(dtype, tolerance, quick_compile):
         np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max())
 
 
-def test_what_runs_follows_the_kept_queries(quick_compile, monkeypatch):
+def test_what_runs_follows_the_kept_queries(monkeypatch):
     """Chunks of kept queries alone run, each with the keys up to its last one."""
     ran = []
     chunk_logits = kept_lib.chunk_logits

@@ -57,7 +57,7 @@ def test_capacities():
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("bfloat16", 2e-2)])
-def test_every_number_of_kept_rows(dtype, tolerance, quick_compile):
+def test_every_number_of_kept_rows(dtype, tolerance):
     """Values and gradients are those of all rows, masked: every rung, none and all."""
     with jax.enable_x64(dtype == "float64"):
         weights, x, c = example(dtype)
@@ -73,7 +73,7 @@ def test_every_number_of_kept_rows(dtype, tolerance, quick_compile):
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_one_row(kept, quick_compile):
+def test_one_row(kept):
     weights, x, c = example(rows=(1, 1))
     keep = jnp.full((1, 1), kept)
     y, (d_weights, d_x) = value_and_gradients("float32", True, weights, x, c, keep)
@@ -83,7 +83,7 @@ def test_one_row(kept, quick_compile):
     assert bool(np.any(d_x)) == kept
 
 
-def test_what_runs_follows_the_number_of_kept_rows(quick_compile):
+def test_what_runs_follows_the_number_of_kept_rows():
     """Told by the branch that runs, forward and backward: the smallest that holds the rows."""
     ran = []
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 from numpy_skipping import SkippingNetwork, histogram, quantile
 from small_models import (
     VOCAB,
@@ -17,10 +16,8 @@ from small_models import (
     small_model,
 )
 
-from nag_jax.models import kept_rows
 from nag_jax.models import skipping as skipping_lib
 from nag_jax.models.context import Context, positions_in_document
-from nag_jax.models.skipping import ThresholdSkipping
 from nag_jax.models.stages import SUBLAYERS, stages_of
 from nag_jax.models.transformer import build_model, skipping_part, with_loops, with_thresholds
 from nag_jax.optim import build_optimizer
@@ -32,21 +29,11 @@ STEP = 9  # past the warm-up
 SKIP = {"skipping__kind": "threshold"}
 
 
-@pytest.fixture
-def few_rungs(monkeypatch):
-    """A shorter ladder, which compiles faster; `test_kept_rows` has the whole one."""
-    monkeypatch.setattr(kept_rows, "EIGHTHS", (0, 5, 8))
-
-
-def options_of(**keys):
-    return ConfigDict(ThresholdSkipping.defaults() | keys)
-
-
 # --- thresholds ---
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.4])
-def test_thresholds_over_many_steps(rate, quick_compile):
+def test_thresholds_over_many_steps(rate):
     """Local ones by layer and iteration, one for all attention, against float64 NumPy."""
     model = small_model(
         **SKIP, skipping__rate=rate, num_blocks=4, prelude_blocks=1, coda_blocks=1, loops=2
@@ -291,7 +278,7 @@ def with_all(model, value):
 
 
 @pytest.mark.parametrize("connection", ["nag", "gated_prenorm"])
-def test_skipped_tokens_pass_bit_for_bit(connection, quick_compile, few_rungs):
+def test_skipped_tokens_pass_bit_for_bit(connection, few_rungs):
     """Tokens below the threshold leave one block as they came, whatever the others do."""
     model = small_model(**SKIP, connection__kind=connection, num_blocks=1)
     params = random_params(model)
@@ -314,7 +301,7 @@ def test_skipped_tokens_pass_bit_for_bit(connection, quick_compile, few_rungs):
 
 
 @pytest.mark.slow
-def test_where_nothing_runs_nothing_learns(quick_compile, few_rungs):
+def test_where_nothing_runs_nothing_learns(few_rungs):
     """With all tokens skipped neither branches nor gates have a gradient."""
     model = small_model(**SKIP, num_blocks=1)
     params, batch = random_params(model), packed_batch([[9], [4, 4]], 8)
@@ -347,7 +334,7 @@ def test_a_rate_of_zero_builds_no_skipping():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("connection", ["nag", "gated_prenorm"])
-def test_thresholds_of_zero_skip_nothing(connection, quick_compile, few_rungs):
+def test_thresholds_of_zero_skip_nothing(connection, few_rungs):
     """Values and gradients are those without skipping, to rounding."""
     batch = packed_batch([[9], [4, 4]], 8)
 
@@ -368,7 +355,7 @@ def test_thresholds_of_zero_skip_nothing(connection, quick_compile, few_rungs):
 
 
 @pytest.mark.slow
-def test_a_loop_whose_second_iteration_is_skipped_is_no_loop(quick_compile, few_rungs):
+def test_a_loop_whose_second_iteration_is_skipped_is_no_loop(few_rungs):
     """Each iteration reads its own thresholds; those of a new iteration are the last one's."""
     model = small_model(**SKIP, loops=2, num_blocks=3, coda_blocks=1)
     params = random_params(model)
@@ -421,7 +408,7 @@ def steps_of_training(steps, batch, **options):
 
 
 @pytest.mark.slow
-def test_thresholds_do_not_depend_on_how_a_step_is_run(quick_compile, few_rungs):
+def test_thresholds_do_not_depend_on_how_a_step_is_run(few_rungs):
     """Bit for bit the same with and without remat and accumulation; tokens do skip."""
     batch = packed_batch([[9], [4, 4], [2, 2, 2], [7, 2]], 8)
     expected = steps_of_training(4, batch, accumulation=1)

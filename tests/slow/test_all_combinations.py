@@ -5,5 +5,5 @@ from combinations import COMBINATIONS, IN_DEFAULT_SUITE, check
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS[IN_DEFAULT_SUITE:], ids=str)
-def test_combination(combination, tmp_path):
+def test_combination(combination, tmp_path, few_rungs):
     check(combination, tmp_path / "checkpoints")
