@@ -110,7 +110,9 @@ def assert_parameters_are_the_definitions(ratio: int, kind: str, router_kind: st
     }
 
 
-@pytest.mark.parametrize("ratio", TABLE)
+@pytest.mark.parametrize(
+    "ratio", [80, 60, *(pytest.param(ratio, marks=pytest.mark.slow) for ratio in (40, 30, 20))]
+)
 def test_nag_parameters_are_the_definitions_and_near_150m_of_900m(ratio):
     """Without the embeddings; the baselines lack the gates' 1 % of the forward pass."""
     for kind in CONNECTIONS:

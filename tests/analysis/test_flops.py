@@ -133,7 +133,7 @@ def test_memory_of_parameters_and_optimizer_state_is_exact():
     [
         pytest.param("nothing_saveable", "gqa", marks=pytest.mark.slow),
         pytest.param("dots_with_no_batch_dims_saveable", "gqa", marks=pytest.mark.slow),
-        ("none", "gqa"),
+        pytest.param("none", "gqa", marks=pytest.mark.slow),
         ("dots_with_no_batch_dims_saveable", "ccgqa"),
     ],
 )

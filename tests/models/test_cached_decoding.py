@@ -47,8 +47,19 @@ def apart(keys):
     return max(differences) / np.abs(whole).max()
 
 
-@pytest.mark.parametrize("connection", ["nag", "prenorm", "residual_free"])
-@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize(
+    ("connection", "attention"),
+    [
+        *(("nag", attention) for attention in ATTENTION),
+        ("residual_free", "gqa"),
+        *(
+            pytest.param(connection, attention, marks=pytest.mark.slow)
+            for connection in ("prenorm", "residual_free")
+            for attention in ATTENTION
+            if (connection, attention) != ("residual_free", "gqa")
+        ),
+    ],
+)
 def test_cached_logits_are_those_of_whole_rows(attention, connection):
     assert apart({"connection__kind": connection} | ATTENTION[attention]) < 1e-5
 

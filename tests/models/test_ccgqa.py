@@ -358,6 +358,7 @@ def test_sizes_that_cannot_work_are_refused(key, value, named):
     assert all(name in str(error.value) for name in named)
 
 
+@pytest.mark.slow
 def test_memory_is_linear_in_length():
     options = options_of(query_chunk=16)
     params, run = branch(options)

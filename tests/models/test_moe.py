@@ -112,7 +112,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] if "unit" in name else [])
+        for name, case in CASES.items()
+    ],
+)
 def test_values_gradients_and_loads(case, x64):
     """Losses, loads and each leaf's gradient along a random direction, against float64 NumPy."""
     model, params, balance, network = build(**case)

@@ -205,7 +205,13 @@ def test_a_closed_gate_shows_in_its_own_taps_alone():
         np.testing.assert_array_equal(taps[name] / count < 1e-3, [False, False, True, False])
 
 
-@pytest.mark.parametrize("connection", [{"kind": "nag"}, {"kind": "prenorm", "head": "free"}])
+@pytest.mark.parametrize(
+    "connection",
+    [
+        {"kind": "nag"},
+        pytest.param({"kind": "prenorm", "head": "free"}, marks=pytest.mark.slow),
+    ],
+)
 def test_padding_of_the_vocabulary_changes_nothing(connection):
     """Neither loss, gradient nor accuracy, whatever the padded rows hold."""
     keys = {f"connection__{name}": value for name, value in connection.items()}

@@ -53,12 +53,15 @@ CONNECTION = {
     },
     "prenorm": NORM,
     "residual_free": NORM,
+    "gated_prenorm": NORM
+    | {"router/weight": (("layers", "embed"), "gate"), "router/bias": (("layers",), "gate")},
 }
 FINAL_NORM = {"final_norm/scale": (("embed",), "scale")}
 ENDS = {
     "nag": {"log_encode_gain": ((), "scale")},
     "prenorm": FINAL_NORM,
     "residual_free": FINAL_NORM,
+    "gated_prenorm": FINAL_NORM,
 }
 
 

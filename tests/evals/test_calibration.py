@@ -64,7 +64,7 @@ def shares_of(run, rows):
     return skipping.by_sublayer(run.model, run.score(rows, BATCH).taps["skipped"])
 
 
-@pytest.mark.parametrize("rate", [0.05, 0.4])
+@pytest.mark.parametrize("rate", [pytest.param(0.05, marks=pytest.mark.slow), 0.4])
 def test_the_rate_holds_on_other_text(loaded, calibration, held_out, rate):
     run = loaded.with_skipping(rate, "feedforward", calibration, BATCH)
     told = run.calibration
@@ -80,7 +80,8 @@ def test_the_rate_holds_on_other_text(loaded, calibration, held_out, rate):
     assert rates["feedforward"] == pytest.approx([rate], abs=0.01)
 
 
-def test_layers_that_change_each_other(quick_compile):
+@pytest.mark.slow
+def test_layers_that_change_each_other():
     """Both kinds in two blocks: attention layers share a threshold, others have their own."""
     config = small_config(skipping__kind="threshold", skipping__rate=0.5, num_blocks=2)
     model = build_model(config, VOCAB)
