@@ -267,7 +267,7 @@ class Run:
         checkpoints = Checkpoints(folder / FOLDER_NAME, keep_last=1)
         arrays = {"params": self.params, "opt_state": {}, "balance": self.balance}
         try:
-            checkpoints.save(self.step, arrays, self.documents)
+            checkpoints.save(self.step, arrays, self.documents | {start.WEIGHTS_ONLY_FILE: "{}"})
         finally:
             checkpoints.close()
 

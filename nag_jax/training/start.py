@@ -33,6 +33,8 @@ from nag_jax.training.state import TrainState, abstract_state, initialise
 CONFIG_FILE = "config.json"
 POSITION_FILE = "data.json"
 MESH_FILE = "mesh.json"
+# Marks a checkpoint that was made for use, without an optimizer to go on with.
+WEIGHTS_ONLY_FILE = "weights_only.json"
 TOKENIZER_FOLDER = "tokenizer"
 ITEMS = ("params", "opt_state", "balance")
 CARRIED = ("params", "opt", "balance", "data")
@@ -155,14 +157,21 @@ def check_start(
 
     Raises:
         UserError: The config differs in a key that matters (the differences are listed), no
-            checkpoint is intact, or there is none where `--init_from` points.
+            checkpoint is intact, what is there has no optimizer state, or there is none where
+            `--init_from` points.
     """
     if checkpoints.is_empty():
         if init_from is not None:
             _source(init_from)
         return
     # The arrays are left for the restore to check: they may be large.
-    saved = _saved_config(checkpoints.read_documents(checkpoints.newest()), config)
+    documents = checkpoints.read_documents(checkpoints.newest())
+    if WEIGHTS_ONLY_FILE in documents:
+        raise UserError(
+            f"{checkpoints.folder} holds weights that were saved for use, without the optimizer's "
+            "state: use another --workdir, with --init_from to start from them"
+        )
+    saved = _saved_config(documents, config)
     different = [
         line for line in config_lib.diff(saved, config) if not line.startswith(RESUMABLE_KEYS)
     ]

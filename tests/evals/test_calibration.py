@@ -147,6 +147,8 @@ def test_saved_it_is_a_run(tiny_run, skipped, tmp_path):
     assert reader.saved_shapes(6)["opt_state"] == {}
     documents = reader.read_documents(6)
     assert documents[start.POSITION_FILE] == skipped.documents[start.POSITION_FILE]
+    with pytest.raises(UserError, match="without the optimizer's state: use another --workdir"):
+        start.check_start(reader, skipped.config, None)
 
 
 def test_a_run_of_other_loops_is_not_saved(loaded, tmp_path):
