@@ -152,8 +152,6 @@ class Combination(NamedTuple):
         return small_config(found)
 
 
-# The default test suite has the first, the slow one the others.
-IN_DEFAULT_SUITE = 1
 TABLE = """
 nag           ccgqa       moe    fan_in    none  float32  dots_with_no_batch_dims_saveable none
 prenorm       gqa_qk_norm swiglu gaussian  twice bfloat16 nothing_saveable                 none

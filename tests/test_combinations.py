@@ -1,19 +1,16 @@
-"""The table of combinations covers every pair, and its first rows do what all must do."""
+"""The table of combinations covers every pair; `tests/slow` has what each must do."""
 
 import itertools
 import math
 
 import numpy as np
-import pytest
 from combinations import (
     COMBINATIONS,
     FACTORS,
-    IN_DEFAULT_SUITE,
     LEARNT,
     REFUSED,
     Combination,
     batch,
-    check,
 )
 
 from nag_jax import contracts
@@ -47,8 +44,3 @@ def test_the_previous_token_alone_does_not_teach_the_batch():
     nats = np.mean(np.log(counts.sum(axis=1)[previous] / pairs))
     # No model starts at a loss as high as one and a half times a uniform guess.
     assert nats > LEARNT * 1.5 * math.log(contracts.VOCABULARY)
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS[:IN_DEFAULT_SUITE], ids=str)
-def test_combination(combination, tmp_path):
-    check(combination, tmp_path / "checkpoints")

@@ -302,7 +302,8 @@ def test_numbers_beyond_32_bits_mean_no_limit(loaded):
     assert loaded.generate("b", max_tokens=2**40).stop == "context"
 
 
-@pytest.mark.parametrize("connection", ["nag", pytest.param("prenorm", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("connection", ["nag", "prenorm"])
 def test_padding_the_vocabulary_changes_nothing(connection):
     """Rows that pad the table take part in no loss and no sample, whatever they hold."""
     head = {} if connection == "nag" else {"connection__head": "free"}

@@ -252,6 +252,7 @@ def balances_after(steps, batch, **options):
     return jax.device_get(state.balance), told
 
 
+@pytest.mark.slow
 def test_balance_does_not_depend_on_how_a_step_is_run():
     """Bit for bit the same with and without remat and accumulation."""
     batch = packed_batch([[9], [4, 4], [2, 2, 2], [7, 2]], 8)

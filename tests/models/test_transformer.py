@@ -128,7 +128,13 @@ def test_positions_start_anew_in_each_document():
     np.testing.assert_array_equal(positions_in_document(segment_ids), expected)
 
 
-@pytest.mark.parametrize("policy", sorted(set(REMAT_POLICIES) - {"none"}))
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(policy, marks=[] if policy == "dots_saveable" else [pytest.mark.slow])
+        for policy in sorted(set(REMAT_POLICIES) - {"none"})
+    ],
+)
 def test_remat_policies_agree(policy):
     """Every policy gives the loss, gradients and taps of keeping everything."""
     out, gradients = evaluate(remat=policy, taps=True)

@@ -41,6 +41,7 @@ def test_a_save_that_fails(place, tmp_path, every):
         assert_same_state(tmp_path, reference(place), STEPS)
 
 
+@pytest.mark.slow
 def test_metrics_that_cannot_be_written(place, tmp_path, capsys):
     reference(place)
     keys = KEYS | {"checkpoint.every": 100}

@@ -94,7 +94,9 @@ def flip_a_bit_of_the_config(step):
     (step / "config.json").write_bytes(bytes(content))
 
 
-@pytest.mark.parametrize("damage", [truncate, half_write, flip_a_bit_of_the_config])
+@pytest.mark.parametrize(
+    "damage", [pytest.param(truncate, marks=pytest.mark.slow), half_write, flip_a_bit_of_the_config]
+)
 def test_a_damaged_newest_checkpoint_is_passed_over(place, finished, damage, capsys):
     assert saved_steps(finished)[-2:] == (180, STEPS)
     damage(finished / "checkpoints" / f"{STEPS:08d}")
