@@ -154,12 +154,10 @@ class Combination(NamedTuple):
 
 TABLE = """
 nag           ccgqa       moe    fan_in    none  float32  dots_with_no_batch_dims_saveable none
-prenorm       gqa_qk_norm swiglu gaussian  twice bfloat16 nothing_saveable                 none
 residual_free mha         mlp    orthogonal core float32  none                             none
 nag           mqa         moe_zaya kaiming twice float32  dots_saveable                    threshold
 nag           ccgqa       swiglu fan_in    none  bfloat16 dots_with_no_batch_dims_saveable threshold
 gated_prenorm gqa_qk_norm mlp    gaussian  twice float32  nothing_saveable                 none
-nag           mqa         mlp    kaiming   twice float32  dots_saveable                    none
 gated_prenorm mha         moe    gaussian  twice float32  nothing_saveable                 threshold
 residual_free gqa         moe    orthogonal core float32  none                             none
 nag           gqa_qk_norm moe    xavier    twice bfloat16 dots_saveable                    none
@@ -172,7 +170,6 @@ nag           gqa_qk_norm moe_zaya fan_in  core  bfloat16 nothing_saveable      
 prenorm       ccgqa_3_4   moe_zaya xavier  twice float32  dots_saveable                    none
 nag           mha         mlp    gaussian  none  bfloat16 none                             none
 nag           gqa         mlp    orthogonal none float32  dots_with_no_batch_dims_saveable threshold
-nag           gqa_qk_norm mlp    fan_in    core  float32  nothing_saveable                 none
 nag           ccgqa_3_4   swiglu xavier    twice bfloat16 none                             threshold
 prenorm       mha         mlp    fan_in    none  bfloat16 dots_with_no_batch_dims_saveable none
 prenorm       mha         swiglu kaiming   none  float32  nothing_saveable                 none
@@ -189,7 +186,6 @@ residual_free mha         swiglu xavier    twice float32  dots_saveable         
 residual_free gqa         swiglu xavier    core  bfloat16 none                             none
 residual_free gqa         swiglu kaiming   none  float32  dots_saveable                    none
 residual_free gqa_qk_norm mlp    kaiming   twice float32  none                             none
-residual_free gqa_qk_norm swiglu xavier    twice bfloat16 dots_saveable                    none
 residual_free mqa         mlp    orthogonal twice float32 nothing_saveable                 none
 residual_free ccgqa       mlp    kaiming   twice float32  none                             none
 residual_free ccgqa       swiglu gaussian  twice float32  dots_with_no_batch_dims_saveable none
