@@ -44,7 +44,9 @@ MESH = {"data": 2, "fsdp": 2, "tensor": 1, "expert": 1}
 # How far two results may lie apart, over the largest one, by compute dtype. Where the same program
 # runs with other values elsewhere in the row, most parts give the same bits.
 SAME_PROGRAM = {"float32": 1e-5, "bfloat16": 4e-3}
-OTHER_PROGRAM = {"float32": 1e-5, "bfloat16": 4e-2}
+# Blocks without skip connections enlarge rounding: the logits of such a model, trained, were 4e-5
+# from those in float64.
+OTHER_PROGRAM = {"float32": 1e-4, "bfloat16": 4e-2}
 # Sums over all tokens, in another order, whose terms may cancel.
 GRADIENTS = {"float32": 1e-4, "bfloat16": 2e-1}
 

@@ -115,8 +115,11 @@ def moments(seconds, rng):
     yield "between saves", "stepping", between_saves
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("number", "accumulation"),
+    [(signal.SIGKILL, 4), (signal.SIGTERM, 1)],
+    ids=["SIGKILL", "SIGTERM"],
+)
 def test_kills(place, tmp_path, number, accumulation):
     case = Case(place, accumulation)
     rng = random.Random(f"{number} {accumulation}")
