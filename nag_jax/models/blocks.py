@@ -68,8 +68,8 @@ class SubLayer(nnx.Module):
 
         Returns:
             The new stream, the taps (empty unless asked for), what the branch returned and, where
-            tokens may skip it, the histogram of their scores. Taps are sums over valid tokens of
-            the stream's norm after the write, the realised gain, the rotation in radians and, where
+            tokens may skip it, the histogram of their scores (not in decoding). Taps are sums over
+            valid tokens of the stream's norm after the write, the realised gain, the rotation in radians and, where
             there is a gate, its value and whether it sat on its floor; where the model skips, how
             many tokens did.
         """
@@ -80,7 +80,8 @@ class SubLayer(nnx.Module):
             score = self.skipping.score(self.connection, gate, context)
             keep, m = self.skipping.decide(gate, score, context.threshold)
             gate = dataclasses.replace(gate, keep=keep, m=m)
-            counts = histogram(score, context.valid)
+            if context.decoding is None:  # nobody would read it
+                counts = histogram(score, context.valid)
         run = self.branch if context.cache is None else functools.partial(run_cached, self.branch)
         out = run(x, None if gate is None else gate.keep, context)
         written = self.connection.write(stream, out, gate, context)
