@@ -69,9 +69,9 @@ class SubLayer(nnx.Module):
         Returns:
             The new stream, the taps (empty unless asked for), what the branch returned and, where
             tokens may skip it, the histogram of their scores (not in decoding). Taps are sums over
-            valid tokens of the stream's norm after the write, the realised gain, the rotation in radians and, where
-            there is a gate, its value and whether it sat on its floor; where the model skips, how
-            many tokens did.
+            valid tokens of the stream's norm after the write, the realised gain, the rotation in
+            radians and, where there is a gate, its value and whether it sat on its floor; where the
+            model skips, how many tokens did.
         """
         x = self.connection.read(stream)
         gate = told = self.connection.gate(x)
