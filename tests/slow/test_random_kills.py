@@ -21,7 +21,6 @@ KEYS = {
     "model.d_model": 128,
     "model.feedforward.hidden": 4096,
 }
-MOMENTS_OF_LIFE, MOMENTS_OF_STEPS = 2, 3
 OPTIMISED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
 NO_CACHE = OPTIMISED | {"JAX_ENABLE_COMPILATION_CACHE": "0"}
 
@@ -83,7 +82,7 @@ def phase(run, workdir):
     return "saving" if unfinished_save(workdir) else "stepping"
 
 
-def moments(seconds, rng):
+def moments(seconds, of_life, of_steps, rng):
     """(name, the phase to hit if it must be a certain one, what to wait for before the kill)."""
 
     def after(words, delay):
@@ -94,11 +93,11 @@ def moments(seconds, rng):
         return wait
 
     # One in each equal part, so that few draws reach everywhere.
-    for part in range(MOMENTS_OF_LIFE):
-        delay = seconds[0] * (part + rng.random()) / MOMENTS_OF_LIFE
+    for part in range(of_life):
+        delay = seconds[0] * (part + rng.random()) / of_life
         yield f"random {delay:.2f} s", None, lambda run, workdir, delay=delay: time.sleep(delay)
-    for part in range(MOMENTS_OF_STEPS):
-        delay = seconds[1] * (part + rng.random()) / MOMENTS_OF_STEPS
+    for part in range(of_steps):
+        delay = seconds[1] * (part + rng.random()) / of_steps
         yield f"random {delay:.2f} s after compilation", None, after("Compiled", delay)
     into_compilation, step = 2 * rng.random(), rng.choice([8, 16, 24])
 
@@ -116,15 +115,16 @@ def moments(seconds, rng):
 
 
 @pytest.mark.parametrize(
-    ("number", "accumulation"),
-    [(signal.SIGKILL, 4), (signal.SIGTERM, 1)],
+    ("number", "accumulation", "of_life", "of_steps"),
+    [(signal.SIGKILL, 4, 1, 2), (signal.SIGTERM, 1, 0, 1)],
     ids=["SIGKILL", "SIGTERM"],
 )
-def test_kills(place, tmp_path, number, accumulation):
+def test_kills(place, tmp_path, number, accumulation, of_life, of_steps):
     case = Case(place, accumulation)
     rng = random.Random(f"{number} {accumulation}")
     hit = []
-    for index, (name, wanted, reach) in enumerate(moments(case.seconds(), rng)):
+    all_moments = moments(case.seconds(), of_life, of_steps, rng)
+    for index, (name, wanted, reach) in enumerate(all_moments):
         workdir = tmp_path / str(index)
         run = case.start(workdir, NO_CACHE if wanted == "compiling" else OPTIMISED)
         reach(run, workdir)
