@@ -46,8 +46,13 @@ REGISTRY: dict[str, dict[str, str]] = {
         "threshold": "nag_jax.models.skipping:ThresholdSkipping",
     },
     "optimizer": {
-        "adamw": "nag_jax.optim.build:AdamWKind",
-        "muon": "nag_jax.optim.build:MuonKind",
+        "adamw": "nag_jax.optim.choices:AdamWKind",
+        "muon": "nag_jax.optim.choices:MuonKind",
+        "soap": "nag_jax.optim.choices:SoapKind",
+        "shampoo": "nag_jax.optim.choices:ShampooKind",
+        "kl_shampoo": "nag_jax.optim.choices:KLShampooKind",
+        "sign": "nag_jax.optim.choices:SignKind",
+        "spectral": "nag_jax.optim.choices:SpectralKind",
     },
     "optimizer.schedule": {
         "cosine": "nag_jax.optim.schedules:Cosine",

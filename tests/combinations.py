@@ -153,38 +153,38 @@ class Combination(NamedTuple):
 
 
 TABLE = """
-nag           ccgqa       mlp      kaiming    core  float32  dots_with_no_batch_dims_saveable none
-nag           ccgqa_3_4   mlp      orthogonal none  bfloat16 none                             none
-nag           gqa         swiglu   gaussian   none  bfloat16 nothing_saveable                 threshold
-nag           gqa_qk_norm moe_zaya kaiming    twice float32  nothing_saveable                 none
-nag           mha         moe      gaussian   none  float32  none                             none
-nag           mha         moe_zaya xavier     none  bfloat16 nothing_saveable                 none
-nag           mqa         moe      fan_in     none  float32  nothing_saveable                 none
-nag           mqa         swiglu   kaiming    twice bfloat16 dots_saveable                    none
-prenorm       ccgqa       swiglu   gaussian   twice float32  dots_saveable                    none
-prenorm       ccgqa_3_4   mlp      xavier     twice float32  dots_with_no_batch_dims_saveable none
-prenorm       ccgqa_3_4   moe_zaya gaussian   core  float32  nothing_saveable                 none
-prenorm       gqa         moe      orthogonal core  float32  dots_with_no_batch_dims_saveable none
-prenorm       gqa_qk_norm moe      fan_in     none  bfloat16 none                             none
-prenorm       gqa_qk_norm swiglu   orthogonal none  float32  dots_with_no_batch_dims_saveable none
-prenorm       mha         swiglu   kaiming    none  float32  nothing_saveable                 none
-prenorm       mqa         moe_zaya orthogonal none  float32  dots_saveable                    none
-residual_free ccgqa       swiglu   orthogonal none  bfloat16 nothing_saveable                 none
-residual_free ccgqa_3_4   swiglu   fan_in     none  float32  none                             none
-residual_free gqa         moe_zaya kaiming    none  float32  none                             none
-residual_free gqa_qk_norm swiglu   xavier     core  float32  dots_saveable                    none
-residual_free mha         moe      orthogonal twice float32  dots_saveable                    none
-residual_free mqa         mlp      gaussian   none  float32  dots_with_no_batch_dims_saveable none
-gated_prenorm ccgqa       moe      xavier     none  float32  none                             none
-gated_prenorm ccgqa       moe_zaya fan_in     none  float32  dots_with_no_batch_dims_saveable threshold
-gated_prenorm ccgqa_3_4   moe      kaiming    none  float32  dots_saveable                    threshold
-gated_prenorm gqa         mlp      fan_in     twice float32  dots_saveable                    none
-gated_prenorm gqa         mlp      xavier     none  float32  nothing_saveable                 none
-gated_prenorm gqa         swiglu   fan_in     none  bfloat16 dots_saveable                    none
-gated_prenorm gqa_qk_norm mlp      gaussian   none  float32  none                             threshold
-gated_prenorm mha         mlp      fan_in     core  bfloat16 dots_with_no_batch_dims_saveable none
-gated_prenorm mha         swiglu   orthogonal twice float32  none                             threshold
-gated_prenorm mqa         mlp      xavier     core  float32  none                             threshold
+nag           ccgqa       mlp      kaiming core float32 dots_with_no_batch_dims_saveable none
+nag           ccgqa_3_4   mlp      orthogonal none bfloat16 none none
+nag           gqa         swiglu   gaussian none bfloat16 nothing_saveable threshold
+nag           gqa_qk_norm moe_zaya kaiming twice float32 nothing_saveable none
+nag           mha         moe      gaussian none float32 none none
+nag           mha         moe_zaya xavier none bfloat16 nothing_saveable none
+nag           mqa         moe      fan_in none float32 nothing_saveable none
+nag           mqa         swiglu   kaiming twice bfloat16 dots_saveable none
+prenorm       ccgqa       swiglu   gaussian twice float32 dots_saveable none
+prenorm       ccgqa_3_4   mlp      xavier twice float32 dots_with_no_batch_dims_saveable none
+prenorm       ccgqa_3_4   moe_zaya gaussian core float32 nothing_saveable none
+prenorm       gqa         moe      orthogonal core float32 dots_with_no_batch_dims_saveable none
+prenorm       gqa_qk_norm moe      fan_in none bfloat16 none none
+prenorm       gqa_qk_norm swiglu   orthogonal none float32 dots_with_no_batch_dims_saveable none
+prenorm       mha         swiglu   kaiming none float32 nothing_saveable none
+prenorm       mqa         moe_zaya orthogonal none float32 dots_saveable none
+residual_free ccgqa       swiglu   orthogonal none bfloat16 nothing_saveable none
+residual_free ccgqa_3_4   swiglu   fan_in none float32 none none
+residual_free gqa         moe_zaya kaiming none float32 none none
+residual_free gqa_qk_norm swiglu   xavier core float32 dots_saveable none
+residual_free mha         moe      orthogonal twice float32 dots_saveable none
+residual_free mqa         mlp      gaussian none float32 dots_with_no_batch_dims_saveable none
+gated_prenorm ccgqa       moe      xavier none float32 none none
+gated_prenorm ccgqa       moe_zaya fan_in none float32 dots_with_no_batch_dims_saveable threshold
+gated_prenorm ccgqa_3_4   moe      kaiming none float32 dots_saveable threshold
+gated_prenorm gqa         mlp      fan_in twice float32 dots_saveable none
+gated_prenorm gqa         mlp      xavier none float32 nothing_saveable none
+gated_prenorm gqa         swiglu   fan_in none bfloat16 dots_saveable none
+gated_prenorm gqa_qk_norm mlp      gaussian none float32 none threshold
+gated_prenorm mha         mlp      fan_in core bfloat16 dots_with_no_batch_dims_saveable none
+gated_prenorm mha         swiglu   orthogonal twice float32 none threshold
+gated_prenorm mqa         mlp      xavier core float32 none threshold
 """
 COMBINATIONS = [Combination(*line.split()) for line in TABLE.strip().splitlines()]
 

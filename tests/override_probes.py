@@ -53,9 +53,12 @@ def model_of(config):
 
 
 def _program(function, *args) -> str:
-    """The traced program without what its outputs do not need."""
-    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
-    return str(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0])
+    """The traced program without what its outputs do not need, and its small constants."""
+    closed = jax.make_jaxpr(function)(*args)
+    jaxpr = closed.jaxpr
+    constants = [np.asarray(x).tolist() for x in closed.consts if np.size(x) < 100]
+    needed = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+    return f"{needed} {constants}"
 
 
 def _batch(rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -126,11 +129,12 @@ def gradient(config) -> str:
 
 
 def optimizer(config) -> str:
-    """The program of an update: gradients, state and parameters in, updates and state out."""
+    """The programs of the state's start and of an update."""
     built = model_of(config)
     transform, _ = build_optimizer(config.optimizer, config.train.steps, built.infos)
     params = _abstract(built)
-    return _program(transform.update, params, jax.eval_shape(transform.init, params), params)
+    state = jax.eval_shape(transform.init, params)
+    return _program(transform.init, params) + _program(transform.update, params, state, params)
 
 
 def schedule(config) -> list[float]:

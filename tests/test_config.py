@@ -20,6 +20,15 @@ ARGUMENTS = {
     "moe_small": ["", "smoke", "feedforward=moe_zaya"],
     "nag_adamw": ["", "smoke", "schedule=constant"],
     "nag_mod_small": ["", "smoke", "rate=0.4,sublayers=attention", "connection=gated_prenorm"],
+    "optimizers_small": [
+        "",
+        "smoke",
+        *(
+            f"optimizer={kind},connection=nag"
+            for kind in ("adamw", "muon", "shampoo", "kl_shampoo", "sign", "spectral")
+        ),
+        "optimizer=muon,connection=prenorm",
+    ],
     "own_data": [
         "source=text,tokenizer=bytes",
         "source=jsonl,tokenizer=tokenizers_json",

@@ -143,6 +143,23 @@ LEAVES: dict[str, Leaf] = {
     "optimizer.newton_schulz_steps": Leaf("2", "optimizer"),
     "optimizer.newton_schulz_dtype": Leaf("bfloat16", "optimizer"),
     "optimizer.scaling": Leaf("keller", "optimizer"),
+    "optimizer.coefficients": Leaf("polar_express", "optimizer"),
+    "optimizer.split_heads": Leaf("true", "optimizer"),
+    "optimizer.b1": Leaf("0.5", "optimizer"),
+    "optimizer.b2": Leaf("0.5", "optimizer"),
+    "optimizer.shampoo_beta": Leaf("0.5", "optimizer"),
+    "optimizer.eps": Leaf("0.1", "optimizer"),
+    "optimizer.refresh_every": Leaf("3", "optimizer"),
+    "optimizer.stagger": Leaf("true", "optimizer"),
+    "optimizer.block_size": Leaf("5", "optimizer"),
+    "optimizer.max_side": Leaf("5", "optimizer"),
+    "optimizer.exponent": Leaf("0.5", "optimizer"),
+    "optimizer.trace_scaling": Leaf("true", "optimizer"),
+    "optimizer.grafting": Leaf("none", "optimizer"),
+    "optimizer.graft_eps": Leaf("0.1", "optimizer"),
+    "optimizer.initial_scale": Leaf("0.2", "optimizer"),
+    "optimizer.clamp_floor": Leaf("5", "optimizer", ("optimizer.clamp_ceiling=1.0",)),
+    "optimizer.clamp_ceiling": Leaf("2", "optimizer", ("optimizer.clamp_floor=1.0",)),
     "optimizer.schedule.warmup_steps": Leaf("4", "schedule"),
     "optimizer.schedule.decay_steps": Leaf("3", "schedule"),
     "optimizer.schedule.final_share": Leaf("0.5", "schedule"),
@@ -374,7 +391,15 @@ def first_with():
     return first
 
 
-@pytest.mark.parametrize("specs", together(SMOKE), ids=lambda specs: short(specs[0]))
+def marks(specs):
+    """One optimizer with factors in the default suite; the rest beside it."""
+    return [pytest.mark.slow] if "optimizers_small.py:optimizer=" in specs[0] else []
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [pytest.param(specs, marks=marks(specs), id=short(specs[0])) for specs in together(SMOKE)],
+)
 def test_every_override_changes_what_is_built(specs, folder, shown):
     unchanged = [what for spec in specs for what in overrides_without_effect(spec, folder, shown)]
     assert not unchanged

@@ -32,7 +32,10 @@ class MatrixAxes(NamedTuple):
 
 
 MatrixSpecs = Any
-"""Nested mapping whose "/"-joined keys are globs and whose leaves are (rows, columns) or None."""
+"""Nested mapping whose "/"-joined keys are globs and whose leaves are (rows, columns), None or one
+of the words of `WORDS`."""
+
+WORDS = ("matrix", "stacked_matrix", "adamw")
 
 
 def path_string(path: tuple[Any, ...]) -> str:
@@ -77,8 +80,9 @@ def find_matrices(tree: Any, matrices: MatrixSpecs = None) -> dict[str, MatrixAx
       tree: arrays, or anything with a `shape`. Leaves that optax has masked are not returned, but
         patterns may match them.
       matrices: patterns as of `fnmatch` ("*" also matches "/") over "/"-joined paths, each with a
-        pair (rows, columns), a `MatrixAxes` or None; or a tree shaped as the parameters with such
-        leaves, which is read as one pattern a leaf.
+        pair (rows, columns), a `MatrixAxes` or None; or "matrix" (the two axes of the leaf),
+        "stacked_matrix" (its last two axes, stacked over the others) or "adamw" (as None); or a
+        tree shaped as the parameters with such leaves, which is read as one pattern a leaf.
 
     Returns:
       {path: MatrixAxes}, axes counted from the front, for the leaves that are matrices.
@@ -103,11 +107,27 @@ def find_matrices(tree: Any, matrices: MatrixSpecs = None) -> dict[str, MatrixAx
             spec = patterns[hits[0]]
         else:
             spec = MatrixAxes((0,), (1,)) if len(leaf.shape) == 2 else None
-        if spec is not None:
+        if spec not in (None, "adamw"):
             found[path] = _checked(path, leaf.shape, spec)
     # optax.tree_map_params asks for the state of an empty tree, where nothing can match.
     if unused and leaves:
         raise UserError(f"the matrix pattern {sorted(unused)[0]!r} matches no parameter")
+    return found
+
+
+def all_matrices(tree: Any, matrices: MatrixSpecs = None) -> dict[str, MatrixAxes]:
+    """As `find_matrices`, for a tree in which every leaf must be a matrix.
+
+    Raises:
+      UserError: a leaf is no matrix, or as `find_matrices`.
+    """
+    found = find_matrices(tree, matrices)
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if path_string(key_path) not in found:
+            raise UserError(
+                f"parameter {path_string(key_path)} of shape {tuple(leaf.shape)} is no matrix; "
+                "name its rows and columns in `matrices`, or give it another optimizer"
+            )
     return found
 
 
@@ -121,7 +141,7 @@ def _is_masked(leaf: Any) -> bool:
 
 
 def _is_spec(value: Any) -> bool:
-    if value is None or hasattr(value, "rows"):
+    if value is None or isinstance(value, str) or hasattr(value, "rows"):
         return True
     return (
         isinstance(value, tuple)
@@ -131,6 +151,8 @@ def _is_spec(value: Any) -> bool:
 
 
 def _checked(path: str, shape: tuple[int, ...], spec: Any) -> MatrixAxes:
+    if isinstance(spec, str):
+        spec = _of_word(path, shape, spec)
     rows, columns = (spec.rows, spec.columns) if hasattr(spec, "rows") else spec
     axes = (*rows, *columns)
     in_range = all(-len(shape) <= axis < len(shape) for axis in axes)
@@ -141,3 +163,17 @@ def _checked(path: str, shape: tuple[int, ...], spec: Any) -> MatrixAxes:
             f"columns {columns}; both must name axes of it, none twice"
         )
     return MatrixAxes(tuple(positions[: len(rows)]), tuple(positions[len(rows) :]))
+
+
+def _of_word(path: str, shape: tuple[int, ...], word: str) -> MatrixAxes:
+    if word not in WORDS:
+        raise UserError(
+            f"the matrix pattern of parameter {path} says {word!r}; it must be axes, None, or one "
+            f"of {', '.join(WORDS)}"
+        )
+    if len(shape) < 2 or (word == "matrix" and len(shape) > 2):
+        raise UserError(
+            f"parameter {path} of shape {tuple(shape)} is no {word}: that has "
+            f"{'two axes' if word == 'matrix' else 'two axes or more'}"
+        )
+    return MatrixAxes((len(shape) - 2,), (len(shape) - 1,))

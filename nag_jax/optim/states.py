@@ -4,6 +4,7 @@ Optimizers keep trees shaped as the parameters inside their own tuples, so the s
 follow from the parameters'.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,18 +12,25 @@ import optax
 
 
 def state_like_params(
-    transform: optax.GradientTransformation, params: Any, values: Any, default: Any
+    transform: optax.GradientTransformation,
+    params: Any,
+    values: Any,
+    default: Any,
+    derived: Callable[[Any, tuple[int, ...], tuple[int, ...]], Any] | None = None,
 ) -> Any:
     """Returns a tree shaped as the optimizer's state that holds each parameter's value.
 
     An array of the state belongs to a parameter if its path ends in the parameter's path (the
-    longest such path counts) and its shape is the parameter's.
+    longest such path counts). It mirrors the parameter if it has its shape too, and otherwise, as
+    the factors of SOAP, is only made of it.
 
     Args:
       transform: the optimizer.
       params: parameters, or `jax.ShapeDtypeStruct`s; nothing is computed.
       values: a tree shaped as `params` with one value each, a sharding for example.
-      default: the value of every other array: step counts, factors of other shapes.
+      default: the value of every other array: step counts, for example.
+      derived: (value, shape of the parameter, shape of the array) -> the value of an array that is
+        made of a parameter; by default such arrays have the value `default`.
 
     Returns:
       A tree shaped as `transform.init(params)`.
@@ -42,9 +50,11 @@ def state_like_params(
 
     def value_of(path, leaf):
         for start in range(len(path)):
-            shape, value = owners.get(path[start:], (None, default))
-            if shape == leaf.shape:
-                return value
+            if path[start:] in owners:
+                shape, value = owners[path[start:]]
+                if shape == leaf.shape:
+                    return value
+                return derived(value, shape, leaf.shape) if derived else default
         return default
 
     return jax.tree_util.tree_map_with_path(value_of, jax.eval_shape(transform.init, params))

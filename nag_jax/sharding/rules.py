@@ -73,6 +73,36 @@ def _spec(
     return P(*spec)
 
 
+def derived_sharding(
+    sharding: NamedSharding, shape: tuple[int, ...], derived: tuple[int, ...]
+) -> NamedSharding:
+    """Sharding of an array that is made of a parameter: a factor, a basis, a vector of scales.
+
+    Args:
+        sharding: The parameter's.
+        shape: Its shape.
+        derived: Shape of the array: stack axes as the parameter's, then axes of its own.
+
+    Returns:
+        Stack axes are split as the parameter's; mesh axes that split others of its axes split the
+        first axis of the array that they divide.
+    """
+    spec = [*sharding.spec, *(None,) * (len(shape) - len(sharding.spec))]
+    stack = 0
+    while stack < min(len(shape), len(derived)) - 2 and shape[stack] == derived[stack]:
+        stack += 1
+    names: list[list[str]] = [[] for _ in derived]
+    for axis, over in enumerate(spec):
+        for name in (over,) if isinstance(over, str) else over or ():
+            places = [axis] if axis < stack else range(len(derived))
+            for place in places:
+                parts = math.prod(sharding.mesh.shape[n] for n in (*names[place], name))
+                if derived[place] % parts == 0:
+                    names[place].append(name)
+                    break
+    return NamedSharding(sharding.mesh, P(*(tuple(n) or None for n in names)))
+
+
 def parameter_shardings(infos: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     """Shardings of all parameters, as a tree like the parameters'."""
     return jax.tree_util.tree_map_with_path(

@@ -85,13 +85,18 @@ def abstract_state(
 ) -> TrainState:
     """Shapes, dtypes and shardings of the whole state on a mesh.
 
-    Optimizer state that mirrors a parameter is split like it; everything else is whole everywhere.
+    Optimizer state that mirrors a parameter is split like it, what is made of one over the same
+    axes of the mesh; everything else is whole everywhere.
     """
     params = abstract_params(model, mesh)
     shapes = jax.eval_shape(lambda: initial_state(model, optimizer, 0))
     whole = NamedSharding(mesh, P())
     shardings = state_like_params(
-        optimizer, params, jax.tree.map(lambda leaf: leaf.sharding, params), whole
+        optimizer,
+        params,
+        jax.tree.map(lambda leaf: leaf.sharding, params),
+        whole,
+        rules.derived_sharding,
     )
     opt_state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

@@ -10,15 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from nag_jax.kinds import kind_class
 from nag_jax.parameters import ParamInfo
 
 CONFIG = {
     "kind": "muon",
-    "momentum": 0.95,
-    "nesterov": True,
-    "newton_schulz_steps": 5,
-    "scaling": "moonshot",
-    "newton_schulz_dtype": "float32",
     "learning_rate": 3e-3,
     "weight_decay": 0.1,
     "clip_norm": 1.0,
@@ -53,7 +49,7 @@ class SignKind:
 
 def config(**changes):
     """Returns the config with some keys changed; "rate_multiplier__gate" names an inner key."""
-    result = copy.deepcopy(CONFIG)
+    result = copy.deepcopy(CONFIG) | kind_class("optimizer", changes.get("kind", "muon")).defaults()
     for key, value in changes.items():
         *outer, last = key.split("__")
         node = result

@@ -8,7 +8,7 @@ import pytest
 from optimizer_examples import ReferenceAdam, ReferenceMuon, reference_newton_schulz
 
 from nag_jax.errors import UserError
-from nag_jax.optim import muon, scale_by_muon
+from nag_jax.optim import AdamW, muon, scale_by_muon
 from nag_jax.optim.muon import newton_schulz
 
 SHAPES = {"tall": (12, 5), "wide": (5, 12), "square": (7, 7)}
@@ -169,8 +169,7 @@ def test_other_leaves_get_adamw():
     transform = muon(
         rate,
         weight_decay=0.2,
-        adam_weight_decay=0.3,
-        adam_learning_rate=lambda count: 0.02 / (1.0 + count),
+        others=AdamW(lambda count: 0.02 / (1.0 + count), weight_decay=0.3),
         matrices={"table": None, "st*": ((1,), (2,))},
     )
     adams = {name: ReferenceAdam(params[name].shape) for name in ("bias", "table")}

@@ -66,7 +66,7 @@ def test_values_may_be_partition_specs():
     assert matrices["blocks"]["up"]["kernel"] == jax.P("layers", "embed", "hidden")
     pairs = jax.tree.map(lambda i: (i.role, i.size), INFOS)
     marked = state_like_params(muon(1e-3, matrices={"*": None}), ABSTRACT, pairs, ())
-    assert marked.inner_states["other"].inner_state[0].nu["table"] == ("embedding", 512)
+    assert marked.inner_states["other"].inner_state[0][1].nu["table"] == ("embedding", 512)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
