@@ -434,7 +434,10 @@ def test_every_override_of_a_run_changes_what_it_does(key, folder, shown):
     assert shown(leaf.probe, before) != shown(leaf.probe, after)
 
 
-@pytest.mark.parametrize("spec", [specs[0] for specs in together(SMOKE)], ids=short)
+@pytest.mark.parametrize(
+    "spec",
+    [pytest.param(specs[0], marks=marks(specs), id=short(specs[0])) for specs in together(SMOKE)],
+)
 def test_every_kind_changes_what_is_built(spec, folder, shown):
     def with_two_experts(*lines):
         """Two for each token, where there are any: residual-free models refuse one."""

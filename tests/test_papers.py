@@ -249,7 +249,7 @@ def test_residual_free_parameters_are_the_definitions(kind):
     }
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", ["muon", "soap", "shampoo", "kl_shampoo", "adamw"])
 def test_residual_free_trains_as_the_paper_says(optimizer):
     config = complete("residual_free", f"optimizer={optimizer}")
     assert (config.train.steps, config.train.batch_size, config.data.row_length) == (
@@ -274,7 +274,7 @@ def test_initialisation_of_the_residual_free_family():
         ("nag", "ratio=50", "the argument ratio is 50; it takes 80, 60, 40, 30, 20"),
         ("nag", "router=mlp", "it takes linear, zaya"),
         ("nag", "connection=residual_free", "it takes nag, prenorm, gated_prenorm"),
-        ("residual_free", "optimizer=soap", "it takes muon, adamw"),
+        ("residual_free", "optimizer=lion", "it takes muon, soap, shampoo, kl_shampoo, adamw"),
         ("residual_free", "connection=nag", "it takes residual_free, prenorm"),
     ],
 )

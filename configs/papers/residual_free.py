@@ -4,9 +4,9 @@ P2's appendix with the configuration was not readable to us. *P2* marks what its
 what we inferred or chose; docs/papers.md and docs/residual_free.md give reasons. GPT-2's ranks must
 lie in the working folder as gpt2.tiktoken; docs/papers.md says how to make the file.
 
-Arguments: `connection` (residual_free or prenorm); `optimizer` (muon or adamw); `initialisation`
-(a kind of `model.initialisation`; by itself orthogonal without skips and gaussian with them);
-`smoke` (seconds, needs no network and no file):
+Arguments: `connection` (residual_free or prenorm); `optimizer` (muon, soap, shampoo, kl_shampoo or
+adamw); `initialisation` (a kind of `model.initialisation`; by itself orthogonal without skips and
+gaussian with them); `smoke` (seconds, needs no network and no file):
 
   --config=configs/papers/residual_free.py:connection=residual_free,optimizer=muon
 """
@@ -16,18 +16,22 @@ from ml_collections import ConfigDict
 from nag_jax.config import parse_arg, smoke
 from nag_jax.config_files import one_of
 
-# Ours: initialisation (its kinds are P2's), peak rate of each optimizer, base of the temperature.
+# Ours: peak rates. Shampoo's updates are as long as AdamW's.
+RATES = {"soap": 1e-3, "shampoo": 6e-4, "kl_shampoo": 1e-3, "adamw": 6e-4}
+
+# Ours: initialisation (its kinds are P2's), Muon's peak rate, base of the temperature.
 CONNECTIONS = {
     # P2: the temperature tau_l = base^-l.
-    "residual_free": ("orthogonal", {"muon": 4e-4, "adamw": 6e-4}, 1.05),
-    "prenorm": ("gaussian", {"muon": 6e-4, "adamw": 6e-4}, 1.0),
+    "residual_free": ("orthogonal", 4e-4, 1.05),
+    "prenorm": ("gaussian", 6e-4, 1.0),
 }
 
 
 def get_config(arg: str = "") -> ConfigDict:
     """Returns what differs from the defaults."""
     args = parse_arg(arg, connection="residual_free", optimizer="muon", initialisation="default")
-    initialisation, rates, base = CONNECTIONS[one_of("connection", args.connection, CONNECTIONS)]
+    initialisation, muon, base = CONNECTIONS[one_of("connection", args.connection, CONNECTIONS)]
+    rates = {"muon": muon} | RATES
     if args.initialisation != "default":
         initialisation = args.initialisation
     config = ConfigDict(

@@ -16,6 +16,11 @@ def working_dtype(*dtypes: Any) -> jnp.dtype:
     return jnp.promote_types(jnp.result_type(*dtypes), jnp.float32)
 
 
+def known_to_be(number: float, value: Any) -> bool:
+    """Whether an option is this number; `optax.inject_hyperparams` makes options unknown arrays."""
+    return not isinstance(value, jax.Array) and value == number
+
+
 def decoupled(
     direction: optax.GradientTransformation,
     learning_rate: optax.ScalarOrSchedule,
@@ -31,7 +36,11 @@ def decoupled(
     Returns:
       The chain.
     """
-    decay = optax.add_decayed_weights(weight_decay) if weight_decay else optax.identity()
+    decay = (
+        optax.identity()
+        if known_to_be(0, weight_decay)
+        else optax.add_decayed_weights(weight_decay)
+    )
     return optax.chain(direction, decay, optax.scale_by_learning_rate(learning_rate))
 
 

@@ -240,7 +240,7 @@ class _KLShampoo:
 
     def _clamped(self, scales: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
         side = scales.shape[-1]
-        largest = max(self._clamp_floor, min(side, self._clamp_ceiling))
+        largest = jnp.maximum(self._clamp_floor, jnp.minimum(side, self._clamp_ceiling))
         return jnp.maximum(scales, 1 / largest**2)
 
 

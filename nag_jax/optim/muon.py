@@ -101,8 +101,8 @@ def scale_by_muon(
     newton_schulz_steps: int = 5,
     scaling: Literal["moonshot", "keller"] = "moonshot",
     coefficients: Literal["classic", "polar_express"] = "classic",
-    newton_schulz_dtype: Any = jnp.float32,
-    momentum_dtype: Any = jnp.float32,
+    newton_schulz_dtype: Any = "float32",
+    momentum_dtype: Any = "float32",
     eps: float = 1e-7,
     matrices: MatrixSpecs = None,
 ) -> optax.GradientTransformation:
@@ -201,8 +201,8 @@ def muon(
     newton_schulz_steps: int = 5,
     scaling: Literal["moonshot", "keller"] = "moonshot",
     coefficients: Literal["classic", "polar_express"] = "classic",
-    newton_schulz_dtype: Any = jnp.float32,
-    momentum_dtype: Any = jnp.float32,
+    newton_schulz_dtype: Any = "float32",
+    momentum_dtype: Any = "float32",
     matrices: MatrixSpecs = None,
     others: AdamW = DEFAULT_ADAMW,
 ) -> optax.GradientTransformationExtraArgs:

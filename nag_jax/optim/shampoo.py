@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from nag_jax.errors import UserError
 from nag_jax.optim.bases import SIDES, factors_of, identity_like, outer_products
+from nag_jax.optim.chains import known_to_be
 from nag_jax.optim.hybrid import DEFAULT_ADAMW, AdamW, with_adamw
 from nag_jax.optim.matrices import Blocks, product
 from nag_jax.optim.preconditioned import Refresh, preconditioned
@@ -154,7 +155,8 @@ class _Shampoo:
         self._b1, self._b2, self._eps = b1, b2, eps
         self._exponent, self._trace_scaling = exponent, trace_scaling
         self._graft_eps = graft_eps
-        self._graft_b2 = 0.999 if b2 == 1 else b2
+        self._sums = known_to_be(1, b2)
+        self._graft_b2 = 0.999 if self._sums else b2
         self._max_side = max_side
         self.names = ("momentum", *SIDES, *ROOTS.values())
         if graft_eps is not None:
@@ -175,8 +177,8 @@ class _Shampoo:
         present = [side for side in SIDES if side in arrays]
         count = (step + 1).astype(gradient.dtype)
         outer = outer_products(gradient)
-        new_share = 1.0 if self._b2 == 1 else 1 - self._b2
-        seen = 1.0 if self._b2 == 1 else 1 - self._b2**count
+        new_share = 1.0 if self._sums else 1 - self._b2
+        seen = 1.0 if self._sums else 1 - self._b2**count
         arrays = arrays | {
             side: self._b2 * arrays[side] + new_share * outer[side] for side in present
         }

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from nag_jax.optim.chains import decoupled, in_float32, working_dtype
+from nag_jax.optim.chains import decoupled, in_float32, known_to_be, working_dtype
 from nag_jax.optim.hybrid import DEFAULT_ADAMW, AdamW, finite_or_zero, with_adamw
 from nag_jax.optim.matrices import each_matrix, from_leaf, product, shared_out, to_leaf
 from nag_jax.optim.muon import newton_schulz
@@ -135,7 +135,7 @@ def spectral_descent(
 def _steepest(momentum, find, prepare) -> optax.GradientTransformation:
     def init(params):
         find(params)
-        if not momentum:
+        if known_to_be(0, momentum):
             return SteepestState(None)
         return SteepestState(
             jax.tree.map(lambda p: jnp.zeros(p.shape, working_dtype(p.dtype)), params)
@@ -145,7 +145,7 @@ def _steepest(momentum, find, prepare) -> optax.GradientTransformation:
         del params
         found = find(updates)
         wide = jax.tree.map(lambda g: finite_or_zero(g.astype(working_dtype(g.dtype))), updates)
-        if momentum:
+        if state.momentum is not None:
             wide = jax.tree.map(
                 lambda m, g: momentum * m + (1 - momentum) * g, state.momentum, wide
             )
