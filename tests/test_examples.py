@@ -91,6 +91,7 @@ def test_all_contracts_hold(tiny_run):
     assert done.out.count("│ PASS │") == 7, done.out
 
 
+@pytest.mark.slow
 def test_they_train_and_generate(parts, tiny_run, tmp_path, cached_compilation):
     place = tiny_run.place
     workdir = tmp_path / "run"

@@ -392,8 +392,9 @@ def first_with():
 
 
 def marks(specs):
-    """One optimizer with factors in the default suite; the rest beside it."""
-    return [pytest.mark.slow] if "optimizers_small.py:optimizer=" in specs[0] else []
+    """One optimizer with factors and one kind of skipping in the default suite, others beside it."""
+    more = ("optimizers_small.py:optimizer=", "nag_mod_small.py:connection=")
+    return [pytest.mark.slow] if any(words in specs[0] for words in more) else []
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ OPTIMIZERS = (
     }
 )
 # What has parts of its own is checked in the default suite, the rest beside it.
-FEW = ("muon", "soap", "shampoo", "kl_shampoo", "run, adamw", "run, muon", "run, soap")
+FEW = ("soap", "shampoo", "kl_shampoo", "run, muon")
 pytestmark = pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name not in FEW)) for name in OPTIMIZERS],

@@ -16,7 +16,8 @@ def limit_files(run, size):
     resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (size, size))
 
 
-@pytest.mark.parametrize("every", [pytest.param(40, marks=pytest.mark.slow), 100])
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [40, 100])
 def test_a_save_that_fails(place, tmp_path, every):
     """Of 200 steps the one that fails is in mid-run, or the very last thing the run does."""
     reference(place)  # its programs are in the cache, which cannot be written under the limit
