@@ -93,6 +93,7 @@ def shared_defaults() -> dict[str, Any]:
             "log_every": 10,
             "nan_policy": "stop",
             "taps": True,
+            "optimizer_diagnostics": False,  # orthogonality of weights and the like, each step
             "profile_start": -1,  # -1: no profile
             "profile_steps": 5,
             "peak_flops": 0.0,  # per device, in FLOP/s; 0: measure a matmul

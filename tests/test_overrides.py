@@ -169,6 +169,7 @@ LEAVES: dict[str, Leaf] = {
     "train.log_every": Leaf("2", "run"),
     "train.nan_policy": Leaf("skip", "traced_run"),
     "train.taps": Leaf("false", "traced_run"),
+    "train.optimizer_diagnostics": Leaf("true", "traced_run"),
     "train.profile_start": Leaf("3", "run"),
     "train.profile_steps": Leaf("1", "run", ("train.profile_start=1", "train.steps=3")),
     "train.peak_flops": Leaf("5", "run"),
@@ -392,7 +393,7 @@ def first_with():
 
 
 def marks(specs):
-    """One optimizer with factors and one kind of skipping in the default suite, others beside it."""
+    """One optimizer with factors and one kind of skipping in the default suite."""
     more = ("optimizers_small.py:optimizer=", "nag_mod_small.py:connection=")
     return [pytest.mark.slow] if any(words in specs[0] for words in more) else []
 

@@ -127,6 +127,7 @@ def train(
             accumulation=config.train.accumulation,
             taps=config.train.taps,
             skip_not_finite=config.train.nan_policy == "skip",
+            optimizer_diagnostics=config.train.optimizer_diagnostics,
         )
         stretch = _Stretch(config, workdir, checkpoints, prepared, mesh, model, position)
         with stretch.stop.listening(), jax.set_mesh(mesh):
@@ -335,6 +336,8 @@ class _Stretch:
             for name, values in metrics.get("balance", {}).items():
                 scalars[f"train/{name}_mean"] = float(np.mean(values))
                 scalars[f"train/{name}_max"] = float(np.max(values))
+            for name, value in metrics.get("optimizer", {}).items():
+                scalars[f"train/optimizer/{name}"] = float(value)
             if "gate" in metrics["taps"]:
                 scalars["train/taps/gate_min"] = float(np.min(metrics["taps"]["gate"]))
             self.writer.write(step, scalars | rates)

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nag_jax.models.transformer import LanguageModel
+from nag_jax.optim.diagnostics import diagnostics, failures
 from nag_jax.sharding import rules
 from nag_jax.training.state import TrainState, abstract_state
 
@@ -40,6 +41,7 @@ def train_step(
     accumulation: int,
     taps: bool,
     skip_not_finite: bool,
+    optimizer_diagnostics: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]:
     """Builds the function of one optimizer step.
 
@@ -56,12 +58,13 @@ def train_step(
         taps: Whether sub-layers measure themselves.
         skip_not_finite: Whether a step whose loss, gradient or new parameters are not finite
             changes nothing but the step count.
+        optimizer_diagnostics: Whether the numbers of `nag_jax.optim.diagnostics` are metrics.
 
     Returns:
         (state, batch) -> (state, metrics): loss in nats per token, accuracy, valid tokens, norms of
         gradient, update and parameters, rate, whether all was finite, the mean taps by sub-layer
-        and, where the model has them, the auxiliary loss in nats per token and what the update of
-        the balance tells by layer.
+        and, where there are such, the auxiliary loss in nats per token, what the update of the
+        balance tells by layer, and what the optimizer counts or tells.
     """
 
     def loss(params, micro_batch, balance, age):
@@ -113,6 +116,11 @@ def train_step(
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             "taps": jax.tree.map(lambda tap: tap / tokens, sums["taps"]),
         }
+        told = failures(opt_state)
+        if optimizer_diagnostics:
+            told |= diagnostics(updates, params, opt_state, model.infos)
+        if told:
+            metrics["optimizer"] = told
         balance = state.balance
         if balance:
             balance, told = model.update_balance(balance, sums["statistics"], state.step / steps)
