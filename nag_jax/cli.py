@@ -44,9 +44,10 @@ class Arguments(NamedTuple):
 
 
 def run(
-    main: Callable[[ConfigDict | None, flags.FlagValues], int | None],
+    main: Callable[[ConfigDict | Arguments | None, flags.FlagValues], int | None],
     *,
     takes_config: bool = True,
+    makes_configs: bool = False,
     join: Callable[[flags.FlagValues], None] | None = None,
     argv: Sequence[str] | None = None,
 ) -> NoReturn:
@@ -61,6 +62,8 @@ def run(
       main: the binary; it defines its own flags with absl's `flags.DEFINE_*`.
       takes_config: whether `--config` is required. Where False, `main` gets None as config and
         `--config` is refused.
+      makes_configs: whether `main` makes configs itself. Where True, it gets the `Arguments` in the
+        place of a config.
       join: joins the other processes that the flags speak of, before anything else is done with
         them, so that a mistake that one of them finds ends all.
       argv: the command line with the program's name, sys.argv by default.
@@ -71,7 +74,7 @@ def run(
             stream.reconfigure(errors="backslashreplace")
     sentence = None
     try:
-        code = _run(main, takes_config, join, argv)
+        code = _run(main, takes_config, makes_configs, join, argv)
         sys.stdout.flush()
     except UserError as error:
         code, sentence = MISTAKE, f"error: {error}"
@@ -151,6 +154,7 @@ def take_apart(args: Sequence[str]) -> Arguments:
 def _run(
     main: Callable[..., int | None],
     takes_config: bool,
+    makes_configs: bool,
     join: Callable[[flags.FlagValues], None] | None,
     argv: list[str],
 ) -> int:
@@ -161,6 +165,8 @@ def _run(
     parsed = _parse_flags([argv[0], *arguments.rest])
     if join is not None:
         join(parsed)
+    if makes_configs:
+        return main(arguments, parsed) or 0
     if not takes_config:
         if arguments.config_file is not None or arguments.overrides:
             raise UserError("this program takes no --config: it uses the one in the checkpoint")

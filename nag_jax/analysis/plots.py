@@ -11,10 +11,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from nag_jax.analysis.comparison import Comparison
 from nag_jax.evals.bits_per_byte import DEAD_GATE
 
 # Okabe and Ito's palette without its yellow: told apart by every kind of eye, and on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+COST_LABELS = {
+    "steps": "steps",
+    "tokens": "training tokens",
+    "flops": "FLOPs of the model",
+    "time": "seconds",
+}
 _BASELINE_STYLES = ("--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D")
 _STYLE = {"dpi": 110, "facecolor": "white", "layout": "constrained"}
@@ -96,10 +103,45 @@ def depth_figure(
     return figure
 
 
+def comparison_figure(comparison: Comparison) -> Figure:
+    """The metric of each group against its cost, and each run's value at the budget."""
+    figure = Figure(figsize=(11, 4.4), **_STYLE)
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    for i, group in enumerate(comparison.groups):
+        colour = _COLOURS[i % len(_COLOURS)]
+        style = ("-", *_BASELINE_STYLES)[i // len(_COLOURS) % 4]
+        cost, mean = _columns(group.curve)
+        left.plot(cost, mean, style, color=colour, linewidth=1.8, label=group.label)
+        values = _finite(list(group.values.values()))
+        right.plot(values, np.full(len(values), i), "o", color=colour, alpha=0.6)
+        right.plot([np.mean(values)], [i], "|", color=colour, markersize=18, markeredgewidth=2)
+    left.axvline(comparison.budget, color="#555555", linestyle=":", linewidth=1.2)
+    left.set(xlabel=COST_LABELS[comparison.at], ylabel=comparison.metric, title="Mean over seeds")
+    left.xaxis.set_major_formatter(EngFormatter(sep=" "))
+    _log_scale(left)
+    _finish(left)
+    right.set(xlabel=comparison.metric, title=f"At {comparison.budget:,.4g} {comparison.at}")
+    right.set_yticks(range(len(comparison.groups)), [group.label for group in comparison.groups])
+    right.tick_params(axis="y", labelsize=8)
+    right.invert_yaxis()
+    right.grid(True, axis="x", color="#dddddd", linewidth=0.6)
+    right.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
 def png(figure: Figure) -> bytes:
     """The figure as a PNG file's bytes."""
+    return _saved(figure, "png")
+
+
+def pdf(figure: Figure) -> bytes:
+    """The figure as a PDF file's bytes."""
+    return _saved(figure, "pdf")
+
+
+def _saved(figure: Figure, kind: str) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
+    figure.savefig(buffer, format=kind)
     return buffer.getvalue()
 
 
