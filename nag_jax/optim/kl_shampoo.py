@@ -194,15 +194,14 @@ class _KLShampoo:
             direction = from_basis(to_basis(momentum, arrays) * whitening, arrays)
 
             # The factor of a side sees the gradient whitened along the other one.
-            rotated = to_basis(gradient, arrays)
+            left = right = rotated = gradient
+            if "left" in arrays:
+                left = rotated = product(arrays[BASES["left"]].mT, gradient)
+            if "right" in arrays:
+                right = product(gradient, arrays[BASES["right"]])
+                rotated = product(left, arrays[BASES["right"]])
             factors = self._blended(
-                arrays,
-                product(gradient, arrays[BASES["right"]]) * jnp.sqrt(inverse["right"])
-                if "right" in arrays
-                else gradient,
-                product(arrays[BASES["left"]].mT, gradient) * jnp.sqrt(inverse["left"])
-                if "left" in arrays
-                else gradient,
+                arrays, right * jnp.sqrt(inverse["right"]), left * jnp.sqrt(inverse["left"])
             )
             squares = jnp.square(rotated)
             means = {

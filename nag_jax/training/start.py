@@ -59,6 +59,7 @@ RESUMABLE_KEYS = (
     "train.accumulation",
     "train.log_every",
     "train.nan_policy",
+    "train.optimizer_diagnostics",
     "train.peak_flops",
     "train.profile_start",
     "train.profile_steps",
