@@ -78,6 +78,7 @@ def test_highway_is_its_definition(parts, x64):
     np.testing.assert_allclose(direction * np.exp(log_norm)[..., None], r, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_all_contracts_hold(tiny_run):
     """As the documentation calls it, on four simulated devices."""
     done = call_process(

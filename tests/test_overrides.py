@@ -393,8 +393,13 @@ def first_with():
 
 
 def marks(specs):
-    """One optimizer with factors and one kind of skipping in the default suite."""
-    more = ("optimizers_small.py:optimizer=", "nag_mod_small.py:connection=")
+    """What has few leaves of its own, or takes long, is beside the default suite."""
+    more = (
+        "optimizers_small.py",
+        "nag_mod_small.py:connection=",
+        "feedforward=moe_zaya",
+        "demo.py",
+    )
     return [pytest.mark.slow] if any(words in specs[0] for words in more) else []
 
 

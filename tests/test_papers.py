@@ -315,17 +315,13 @@ def test_a_training_step_of_the_true_size_can_be_traced(file, arg, overrides):
     assert metrics["loss"].shape == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file, arg",
     [
         ("residual_free", "smoke"),
-        *(
-            pytest.param(file, f"smoke,{arg}", marks=pytest.mark.slow)
-            for file, arg in (
-                ("nag", "skip=0.2,isoflop"),
-                ("nag", "connection=gated_prenorm,skip=0.4,sublayers=feedforward"),
-            )
-        ),
+        ("nag", "smoke,skip=0.2,isoflop"),
+        ("nag", "smoke,connection=gated_prenorm,skip=0.4,sublayers=feedforward"),
     ],
 )
 def test_smoke_twins_train(file, arg, tiny_run, cached_compilation, tmp_path):

@@ -156,6 +156,7 @@ def test_a_run_needs_no_kernel_of_the_devices_it_was_trained_on(trained, loaded)
     assert config.model.attention.implementation == trained
 
 
+@pytest.mark.slow
 def test_on_other_meshes():
     """Saved on mesh (4, 2); read on (2, 4), (1, 8) and one device; really divided."""
     environment = {

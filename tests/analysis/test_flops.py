@@ -128,12 +128,13 @@ def test_memory_of_parameters_and_optimizer_state_is_exact():
     assert sharded["workspace"] == pytest.approx(memory["workspace"] / 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "remat, attention",
     [
-        pytest.param("nothing_saveable", "gqa", marks=pytest.mark.slow),
-        pytest.param("dots_with_no_batch_dims_saveable", "gqa", marks=pytest.mark.slow),
-        pytest.param("none", "gqa", marks=pytest.mark.slow),
+        ("nothing_saveable", "gqa"),
+        ("dots_with_no_batch_dims_saveable", "gqa"),
+        ("none", "gqa"),
         ("dots_with_no_batch_dims_saveable", "ccgqa"),
     ],
 )

@@ -211,13 +211,8 @@ def test_a_closed_gate_shows_in_its_own_taps_alone():
         np.testing.assert_array_equal(taps[name] / count < 1e-3, [False, False, True, False])
 
 
-@pytest.mark.parametrize(
-    "connection",
-    [
-        {"kind": "nag"},
-        pytest.param({"kind": "prenorm", "head": "free"}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("connection", [{"kind": "nag"}, {"kind": "prenorm", "head": "free"}])
 def test_padding_of_the_vocabulary_changes_nothing(connection):
     """Neither loss, gradient nor accuracy, whatever the padded rows hold."""
     keys = {f"connection__{name}": value for name, value in connection.items()}
@@ -246,9 +241,8 @@ def test_logits_leave_the_padding_out():
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "loss_chunk, query_chunk", [(7, 1), pytest.param(0, 64, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_chunk, query_chunk", [(7, 1), (0, 64)])
 def test_chunk_sizes_change_nothing(loss_chunk, query_chunk):
     """Neither the cross-entropy's nor attention's, tails included."""
     out, gradients = evaluate(loss_chunk=loss_chunk, attention__query_chunk=query_chunk)

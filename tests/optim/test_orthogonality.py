@@ -13,6 +13,8 @@ from nag_jax.optim.diagnostics import orthogonality_error
 from nag_jax.optim.roles import MatrixAxes
 
 WIDTHS = (16, 32, 64, 128)
+
+pytestmark = pytest.mark.slow
 MATRIX = MatrixAxes((0,), (1,))
 
 
