@@ -289,7 +289,6 @@ def test_other_arguments_are_refused(file, arg, words):
         ("residual_free", "", ()),
         # Blocks that differ are traced one by one: a fifth of the time where they do not.
         ("nag", "ratio=60,skip=0.2", ("model.feedforward.num_experts=8",)),
-        pytest.param("nag", "ratio=20,skip=0.4,router=zaya", (), marks=pytest.mark.slow),
         pytest.param("nag", "ratio=80,connection=gated_prenorm", (), marks=pytest.mark.slow),
     ],
 )
@@ -321,7 +320,6 @@ def test_a_training_step_of_the_true_size_can_be_traced(file, arg, overrides):
     [
         ("residual_free", "smoke"),
         ("nag", "smoke,skip=0.2,isoflop"),
-        ("nag", "smoke,connection=gated_prenorm,skip=0.4,sublayers=feedforward"),
     ],
 )
 def test_smoke_twins_train(file, arg, tiny_run, cached_compilation, tmp_path):

@@ -9,7 +9,6 @@ import optax
 import pytest
 from optimizer_examples import config, model_infos, random_like
 
-from nag_jax.kinds import REGISTRY
 from nag_jax.optim import (
     build_optimizer,
     kl_shampoo,
@@ -54,7 +53,7 @@ OPTIMIZERS = (
     }
     | {
         f"run, {kind}": lambda kind=kind: build_optimizer(config(kind=kind), 10, INFOS)[0]
-        for kind in REGISTRY["optimizer"]
+        for kind in ("adamw", "muon")
     }
     | {
         "run, muon in bfloat16": lambda: build_optimizer(

@@ -1,4 +1,4 @@
-"""A run with experts that was killed ends as if it had not been, its balance included."""
+"""A run with experts and SOAP that was killed ends as if it had not been, balance and bases too."""
 
 import signal
 import time
@@ -9,6 +9,8 @@ KEYS = {
     "model.feedforward.kind": "moe_zaya",
     "model.feedforward.num_experts": (4,),
     "model.feedforward.load_balance_loss": 0.01,
+    "optimizer.kind": "soap",
+    "optimizer.refresh_every": 7,
     "checkpoint.keep_best": 0,
     "checkpoint.every": 20,
     "evaluation.every": 50,
@@ -29,5 +31,7 @@ def test_a_killed_run_with_experts(tmp_path_factory, tmp_path):
     assert run.end().returncode == -signal.SIGKILL
     resumed = place.run(killed, KEYS)
     assert resumed.returncode == 0, resumed.stderr
-    assert any(path.startswith("balance/") for path in saved_arrays(killed, 200))
+    paths = saved_arrays(killed, 200)
+    assert any(path.startswith("balance/") for path in paths)
+    assert any("/left_basis/" in path for path in paths)
     assert_same_run(killed, whole, 200)

@@ -66,7 +66,6 @@ def assert_alike(workdir, other):
 @pytest.mark.parametrize(
     ("count", "devices", "mesh"),
     [
-        (2, 2, {"mesh.data": 1, "mesh.fsdp": 4}),
         # Here the tensor axis spans processes: both read every row.
         (2, 2, {"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 4}),
         (4, 1, {"mesh.data": 2, "mesh.fsdp": 2}),
@@ -93,17 +92,15 @@ def test_resume_with_another_number_of_processes(place, tmp_path, before, after)
         assert left == pytest.approx(right, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize(("asked", "number"), [(0, signal.SIGINT), (1, signal.SIGTERM)])
-def test_a_signal_to_one_stops_all_and_they_resume_exactly(place, tmp_path, asked, number):
+def test_a_signal_to_one_stops_all_and_they_resume_exactly(place, tmp_path):
     whole = place.once("two-processes", lambda folder: finish(start_job(place, folder, KEYS, 2)))
     job = start_job(place, tmp_path, KEYS, 2)
     job.runs[0].wait_for((tmp_path / "checkpoints" / "00000020").exists)
-    job.runs[asked].signal(number)
+    job.runs[1].signal(signal.SIGTERM)
     said = finish(job)
     step = saved_steps(tmp_path)[-1]
     assert 20 < step < 60
-    name = signal.Signals(number).name
-    assert f"Stopped by {name} after step {step}; step {step} is saved" in said
+    assert f"Stopped by SIGTERM after step {step}; step {step} is saved" in said
     finish(start_job(place, tmp_path, KEYS, 2))
     assert_same_run(tmp_path, whole, 60)
 

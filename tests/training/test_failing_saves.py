@@ -17,9 +17,9 @@ def limit_files(run, size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [40, 100])
-def test_a_save_that_fails(place, tmp_path, every):
-    """Of 200 steps the one that fails is in mid-run, or the very last thing the run does."""
+def test_a_save_that_fails(place, tmp_path):
+    """In mid-run; with room again the same command goes on."""
+    every = 40
     reference(place)  # its programs are in the cache, which cannot be written under the limit
     keys = KEYS | {"checkpoint.every": every, "train.log_every": 100}
     run = place.start(tmp_path, keys)
@@ -36,10 +36,9 @@ def test_a_save_that_fails(place, tmp_path, every):
     step, good = map(int, sentence.groups())
     assert (step, good) == (2 * every, every)
     assert saved_steps(tmp_path) == (good,)
-    if step < STEPS:  # with room again, it goes on
-        with place.in_process():
-            train(place.config(**dunder(keys)), tmp_path)
-        assert_same_state(tmp_path, reference(place), STEPS)
+    with place.in_process():
+        train(place.config(**dunder(keys)), tmp_path)
+    assert_same_state(tmp_path, reference(place), STEPS)
 
 
 @pytest.mark.slow
