@@ -15,12 +15,16 @@ def test_a_mistake_of_one_process_ends_all(place, tmp_path):
         place, tmp_path / "run", KEYS, 2, one_only={1: ("--config.train.batch_size=16",)}
     )
     ended = job.end()
-    assert [run.returncode for run in ended] == [2, 2]
+    assert ended[0].returncode == 2
     assert ended[0].stderr == (
         "process 0: error: config and flags must be the same on all processes: train.batch_size: "
         "8 on process 0, 16 on process 1\n"
     )
-    assert ended[1].stderr in ("", ended[0].stderr.replace("process 0:", "process 1:", 1))
+    # The other one finds it too, or, on a busy machine, first hears that process 0 has ended.
+    if ended[1].returncode == 2:
+        assert ended[1].stderr in ("", ended[0].stderr.replace("process 0:", "process 1:", 1))
+    else:
+        assert ended[1].returncode == 1 and "as another process of this job" in ended[1].stderr
     assert not (tmp_path / "run").exists()
 
 
