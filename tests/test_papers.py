@@ -289,7 +289,6 @@ def test_other_arguments_are_refused(file, arg, words):
         ("residual_free", "", ()),
         # Blocks that differ are traced one by one: a fifth of the time where they do not.
         ("nag", "ratio=60,skip=0.2", ("model.feedforward.num_experts=8",)),
-        pytest.param("nag", "ratio=80,connection=gated_prenorm", (), marks=pytest.mark.slow),
     ],
 )
 def test_a_training_step_of_the_true_size_can_be_traced(file, arg, overrides):

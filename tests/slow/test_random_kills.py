@@ -115,7 +115,7 @@ def moments(seconds, of_life, of_steps, rng):
 
 
 @pytest.mark.parametrize(
-    ("number", "accumulation", "of_life", "of_steps"), [(signal.SIGKILL, 4, 1, 2)], ids=["SIGKILL"]
+    ("number", "accumulation", "of_life", "of_steps"), [(signal.SIGKILL, 4, 1, 1)], ids=["SIGKILL"]
 )
 def test_kills(place, tmp_path, number, accumulation, of_life, of_steps):
     case = Case(place, accumulation)
