@@ -4,6 +4,7 @@ Keys of a kind are arguments of its transform and are explained there.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import optax
@@ -109,7 +110,8 @@ class _TransformKind:
 class MuonKind(_TransformKind):
     """Muon for matrices (see `nag_jax.optim.muon.scale_by_muon`)."""
 
-    transform = staticmethod(scale_by_muon)
+    # The chain is float32, or float64 where parameters are, and so is the momentum.
+    transform = staticmethod(partial(scale_by_muon, momentum_dtype=None))
     keys: ClassVar = {
         "momentum": 0.95,
         "nesterov": True,

@@ -234,3 +234,11 @@ def test_a_parameter_without_metadata_is_refused():
     transform, _ = build_optimizer(config(), TOTAL, infos)
     with pytest.raises(UserError, match="extra has no metadata"):
         transform.init({**random_like(infos, 5), "extra": jnp.ones(3)})
+
+
+@pytest.mark.usefixtures("x64")
+def test_momenta_of_float64_parameters_are_float64():
+    infos = {"w": info(("embed", "hidden"), "matrix", (4, 6), (0,), (1,))}
+    transform, _ = build_optimizer(config(), 10, infos)
+    state = transform.init({"w": jnp.ones((4, 6), jnp.float64)})
+    assert {x.dtype for x in jax.tree.leaves(state) if x.shape} == {jnp.dtype("float64")}
