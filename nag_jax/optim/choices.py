@@ -30,7 +30,7 @@ def _one_of(names):
 _RULES = {
     "momentum": _SHARE,
     "b1": _SHARE,
-    "b2": (lambda x: 0 <= x <= 1, "from 0 to 1"),
+    "b2": _SHARE,
     "eps": _POSITIVE,
     "graft_eps": _POSITIVE,
     "exponent": _POSITIVE,
@@ -142,6 +142,7 @@ class ShampooKind(_TransformKind):
     """Shampoo for matrices (see `nag_jax.optim.shampoo.scale_by_shampoo`)."""
 
     transform = staticmethod(scale_by_shampoo)
+    rules: ClassVar = {"b2": (lambda x: 0 <= x <= 1, "from 0 to 1; 1 for plain sums")}
     keys: ClassVar = {
         "b1": 0.9,
         "b2": 0.999,

@@ -242,3 +242,10 @@ def test_momenta_of_float64_parameters_are_float64():
     transform, _ = build_optimizer(config(), 10, infos)
     state = transform.init({"w": jnp.ones((4, 6), jnp.float64)})
     assert {x.dtype for x in jax.tree.leaves(state) if x.shape} == {jnp.dtype("float64")}
+
+
+@pytest.mark.parametrize("kind", ["soap", "kl_shampoo"])
+def test_only_shampoo_takes_plain_sums(kind):
+    build_optimizer(config(kind="shampoo", b2=1.0), 10, {})
+    with pytest.raises(UserError, match="optimizer.b2 is 1.0; it must be at least 0 and below 1"):
+        build_optimizer(config(kind=kind, b2=1.0), 10, {})
