@@ -6,8 +6,9 @@ Gradients are random and the model is not run. A turn of an optimizer with refre
 updates as lie between two of them. FLOPs are those of matrix products by formula, with QR and
 eigendecomposition at 8/3 and 9 n^3; their share of a training step is of 6 FLOPs a parameter and
 token. optax.contrib.muon takes the same matrices, each by itself. With --devices the update is
-compiled for so many simulated ones, parameters split along the model width, and what they send is
-printed; nothing is timed then.
+compiled for so many simulated ones, parameters split along the model width or replicated, and what
+they send is printed: always, and in branches (those of the first update, of later ones and of
+refreshes added up); nothing is timed then.
 """
 
 import os
@@ -191,12 +192,13 @@ def timed(infos) -> None:
 
 def sent(infos) -> None:
     """Prints what devices send in an update, parameters split along the width or not at all."""
+    sending = [kind for kind in KINDS if not kind.startswith("ragged")]
     mesh = jax.make_mesh((_DEVICES.value,), ("fsdp",), axis_types=(AxisType.Auto,))
     table = table_of(
         f"MiB that a device receives in an update, {_DEVICES.value} devices, "
         f"{mib(sum(4 * info.size for info in infos.values()))} MiB of parameters",
-        *("optimizer", "parameters", *KINDS),
-        left=2,
+        *("optimizer", "parameters", "update", *sending),
+        left=3,
     )
     for kind in _KINDS.value:
         transform, _ = build_optimizer(optimizer_config(kind), 1000, infos)
@@ -221,9 +223,12 @@ def sent(infos) -> None:
             run = jax.jit(update_of(transform), out_shardings=(shardings, placed))
             with jax.set_mesh(mesh):
                 text = run.lower(params, state, params).compile().as_text()
-            found = totals(collectives(text, mesh.size))
-            cells = [mib(found[name][1]) if name in found else "" for name in KINDS]
-            table.add_row(kind, layout, *cells)
+            found = collectives(text, mesh.size)
+            for when, conditional in (("always", False), ("branches", True)):
+                sums = totals([one for one in found if one.conditional == conditional])
+                cells = [mib(sums[name][1]) if name in sums else "" for name in sending]
+                if not conditional or any(cells):
+                    table.add_row(kind, layout, when, *cells)
     console.print(table)
 
 

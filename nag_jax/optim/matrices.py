@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from nag_jax.optim.barrier import sharding_barrier
 from nag_jax.optim.roles import MatrixAxes, matrix_shape
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -159,13 +160,17 @@ def shared_out(
     count = flat[0].shape[0]
     mesh = jax.sharding.get_abstract_mesh()
     automatic = not mesh.empty and not mesh.manual_axes
-    if automatic and mesh.size > 1 and count > 1:
+    if not automatic or mesh.size == 1 or count == 1:
+        results = function(*flat)
+    else:
         missing = -count % mesh.size
-        flat = tuple(jnp.pad(stack, ((0, missing), (0, 0), (0, 0))) for stack in flat)
         split = jax.P(mesh.axis_names)
-        function = jax.shard_map(function, in_specs=split, out_specs=split, check_vma=False)
-    results = function(*flat)
-    return tuple(result[:count].reshape(*batch, *result.shape[1:]) for result in results)
+        shared = jax.shard_map(function, in_specs=split, out_specs=split, check_vma=False)
+        flat = tuple(
+            jnp.pad(sharding_barrier(stack), ((0, missing), (0, 0), (0, 0))) for stack in flat
+        )
+        results = tuple(sharding_barrier(result[:count]) for result in shared(*flat))
+    return tuple(result.reshape(*batch, *result.shape[1:]) for result in results)
 
 
 def _inner(axes: MatrixAxes) -> int:

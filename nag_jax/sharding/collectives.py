@@ -29,8 +29,11 @@ _GROUPS = re.compile(
 )
 _AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(.*?\)\)?)? \{([^}]*)\}")
 _CALLS = re.compile(
-    r"\b(?:calls|to_apply|body|condition|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+    r"\b(?:calls|to_apply|body|condition|(?:branch|true|false)_computations?)="
+    r"(\{[^}]*\}|%?[\w.\-]+)"
 )
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+_FUSED = ("fused_computation", "async_collective_fusion")
 _TRIPS = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
 
 
@@ -44,6 +47,7 @@ class Collective(NamedTuple):
             a whole array of b bytes (n-1)/n b, an all-reduce twice that, a permutation all of b.
             Of a ragged all-to-all the whole buffer, of which the rows there are may fill less.
         times: How often it runs in one execution of the program.
+        conditional: Whether it lies in a branch and may not run at all.
         shape: Its result, in the compiler's words.
         source: The place in the model that it comes from, where the compiler knows.
     """
@@ -52,6 +56,7 @@ class Collective(NamedTuple):
     devices: int
     bytes: int
     times: int
+    conditional: bool
     shape: str
     source: str
 
@@ -68,12 +73,19 @@ def collectives(text: str, num_devices: int) -> list[Collective]:
     """
     bodies, entry = _computations(text)
     found: list[Collective] = []
+    # On TPU an asynchronous collective is named in each fusion that it passes through.
+    channels: set[str] = set()
 
-    def visit(name: str, times: int | None) -> None:
+    def visit(name: str, times: int | None, conditional: bool) -> None:
         for line in bodies.get(name, ()):
             match = _COLLECTIVE.search(line)
             if match:
-                one = _collective(line, match, times or 0, num_devices)
+                channel = _CHANNEL.search(line)
+                if channel and name.startswith(_FUSED):
+                    if channel[1] in channels:
+                        continue
+                    channels.add(channel[1])
+                one = _collective(line, match, times or 0, conditional, num_devices)
                 if one.devices > 1 and times is None:
                     raise ValueError(f"unknown number of iterations around: {line.strip()[:200]}")
                 if one.devices > 1:
@@ -82,11 +94,12 @@ def collectives(text: str, num_devices: int) -> list[Collective]:
             if re.search(r"\bwhile\(", line):
                 trips = _TRIPS.search(line)
                 inner = times * int(trips[1]) if trips and times is not None else None
+            branch = conditional or re.search(r"\bconditional\(", line) is not None
             for called in _CALLS.findall(line):
                 for callee in re.findall(r"[\w.\-]+", called):
-                    visit(callee, inner)
+                    visit(callee, inner, branch)
 
-    visit(entry, 1)
+    visit(entry, 1, False)
     return found
 
 
@@ -116,7 +129,9 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     return bodies, entry
 
 
-def _collective(line: str, match: re.Match, times: int, num_devices: int) -> Collective:
+def _collective(
+    line: str, match: re.Match, times: int, conditional: bool, num_devices: int
+) -> Collective:
     shape, kind, asynchronous = match[1], match[2], bool(match[3])
     arrays = _ARRAY.findall(shape)
     if asynchronous and kind in ("all-gather", "collective-permute"):
@@ -133,7 +148,8 @@ def _collective(line: str, match: re.Match, times: int, num_devices: int) -> Col
         "all-to-all": size * share,
     }.get(kind, size)
     name = re.search(r'op_name="([^"]*)"', line)
-    return Collective(kind, devices, round(sent), times, shape, name[1] if name else "")
+    source = name[1] if name else ""
+    return Collective(kind, devices, round(sent), times, conditional, shape, source)
 
 
 def _size(dtype: str, lengths: str) -> int:

@@ -60,6 +60,57 @@ assert all(len(x.devices()) == 8 for x in jax.tree.leaves(S))
 """
 
 
+SENT = """
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from nag_jax import optim
+from nag_jax.sharding.collectives import collectives
+from nag_jax.sharding.rules import derived_sharding
+
+mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+whole = NamedSharding(mesh, jax.P())
+
+def sent(kind, count, spec):
+    # Bytes that a device receives in every update, and those of updates that refresh, by kind.
+    transform = getattr(optim, f"scale_by_{kind}")(matrices={"w": "stacked_matrix"})
+    placed = {"w": NamedSharding(mesh, spec)}
+    params = {"w": jax.ShapeDtypeStruct((count, 32, 48), jnp.float32, sharding=placed["w"])}
+    state_at = optim.state_like_params(transform, params, placed, whole, derived_sharding)
+    state = jax.tree.map(
+        lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
+        jax.eval_shape(transform.init, params),
+        state_at,
+    )
+
+    def step(params, state, grads):
+        # As in training, gradients are computed on: clipped, say.
+        updates, state = transform.update(jax.tree.map(lambda g: 0.5 * g, grads), state, params)
+        return jax.tree.map(jnp.add, params, updates), state
+
+    with jax.set_mesh(mesh):
+        jitted = jax.jit(step, out_shardings=(placed, state_at))
+        text = jitted.lower(params, state, params).compile().as_text()
+    always, rare = {}, {}
+    for one in collectives(text, 8):
+        if one.bytes > 64:  # more than flags and counts
+            table = rare if one.conditional else always
+            table[one.kind] = table.get(one.kind, 0) + one.times * one.bytes
+    return always, rare
+
+share = 7 / 8 * 4 * 32 * 48
+# Replicated: the finished updates and no more, the stack filled up to 8 matrices.
+assert sent("muon", 6, jax.P()) == ({"all-gather": 8 * share}, {}), sent("muon", 6, jax.P())
+# Split: there and back, each a whole exchange of the eighth that a device has.
+assert sent("muon", 8, jax.P(None, "fsdp")) == ({"all-to-all": 2 * share}, {})
+for kind in ("soap", "shampoo", "kl_shampoo"):
+    always, rare = sent(kind, 6, jax.P())
+    # Bases travel when they are renewed; the rest of a replicated update is every device's own.
+    assert not always and set(rare) == {"all-gather"}, (kind, always, rare)
+    # Split: factors lie whole, one device has each; rows are exchanged and one side is summed.
+    always, rare = sent(kind, 8, jax.P(None, "fsdp"))
+    assert sum(always.values()) <= 28 * share and "all-gather" not in always, (kind, always)
+"""
+
 MORE = ("shampoo", "kl_shampoo", "spectral")
 
 
@@ -68,6 +119,16 @@ MORE = ("shampoo", "kl_shampoo", "spectral")
     ["adamw", "muon", "soap", *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE)],
 )
 def test_eight_devices_equal_one(kind):
+    run(SCRIPT, kind)
+
+
+def test_what_an_update_sends():
+    """Collectives of the compiled update: nothing that another layout of the work would spare."""
+    run(SENT)
+
+
+def run(script, *arguments):
+    """Runs a script on eight simulated devices."""
     here = Path(__file__).parent
     environment = {
         **os.environ,
@@ -77,6 +138,6 @@ def test_eight_devices_equal_one(kind):
         "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(here)]),
     }
     result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, kind], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", script, *arguments], env=environment, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr

@@ -23,28 +23,43 @@ LOOP = """
 %condition (carry: (s32[], f32[8,4])) -> pred[] {
   ROOT %less = pred[] compare(%i, %n), direction=LT
 }
+%fused_computation.1 (x: f32[4,4]) -> (f32[8,4], u32[]) {
+  %begin = f32[8,4]{1,0} all-gather(%x), channel_id=7, replica_groups=[2,2]<=[4], dimensions={0}
+}
+%async_collective_fusion.2 (x: (f32[8,4], u32[])) -> f32[8,4] {
+  %end = f32[8,4]{1,0} all-gather(%x), channel_id=7, replica_groups=[2,2]<=[4], dimensions={0}
+}
+%branch (x: f32[8,4]) -> f32[8,4] {
+  ROOT %rare = f32[8,4]{1,0} all-gather(%x), replica_groups=[1,4]<=[4], dimensions={0}
+}
 ENTRY %main (x: f32[8,4]) -> f32[8,4] {
+  %choice = f32[8,4]{1,0} conditional(%i, %x, %x), branch_computations={%other, %branch}
   %loop = (s32[], f32[8,4]) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"6"}}
   %two = bf16[8,4]{1,0} all-gather(%y), replica_groups=[1,4]<=[4], dimensions={0}
   %three = f32[2,4]{1,0} reduce-scatter(%y), replica_groups=mesh['a'=2,'b'=2] {'a','b'}, dimensions={0}
   %four = (f32[8,4], f32[8,4]) all-reduce(%y, %z), replica_groups=mesh['a'=4], device_ids=([2,2]T(1,0)) {'a':(1)2}
+  %begun = (f32[8,4], u32[]) fusion(%x), kind=kCustom, calls=%fused_computation.1
+  %ended = f32[8,4]{1,0} fusion(%begun), kind=kCustom, calls=%async_collective_fusion.2
   %five = f32[2,4]{1,0} collective-permute(%y), source_target_pairs={{0,1},{1,0}}
 }
 """
 
 
 def test_a_program_read_from_its_text():
-    """Groups in all their spellings, loops as often as they run, groups of one left out."""
-    found = [(one.kind, one.devices, one.bytes, one.times) for one in collectives(LOOP, 4)]
-    assert found == [
+    """Groups in all spellings, loops as often as they run, fused parts once, none of one."""
+    found = collectives(LOOP, 4)
+    assert [one.conditional for one in found] == [True] + 6 * [False]
+    assert [(one.kind, one.devices, one.bytes, one.times) for one in found] == [
+        ("all-gather", 4, 96, 1),
         ("all-reduce", 2, 128, 6),
         ("all-gather", 4, 48, 1),
         ("reduce-scatter", 4, 96, 1),
         ("all-reduce", 2, 256, 1),
+        ("all-gather", 2, 64, 1),
         ("collective-permute", 4, 32, 1),
     ]
-    assert totals(collectives(LOOP, 4))["all-reduce"] == (7, 6 * 128 + 256)
-    assert collectives(LOOP, 4)[0].source == "a/b"
+    assert totals(found)["all-reduce"] == (7, 6 * 128 + 256)
+    assert found[1].source == "a/b"
 
 
 def test_what_cannot_be_counted_is_refused():
