@@ -4,11 +4,12 @@ On bfloat16 parameters optax alone would do its arithmetic in bfloat16, where b2
 the first Adam update is NaN.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Int
 
 
 def working_dtype(*dtypes: Any) -> jnp.dtype:
@@ -21,6 +22,20 @@ def known_to_be(number: float, value: Any) -> bool:
     return not isinstance(value, jax.Array) and value == number
 
 
+class StartsLate(optax.GradientTransformation):
+    """A transform that only learns from the first gradient: nothing moves, nor decays, by it."""
+
+
+class DecayState(NamedTuple):
+    """State of decay that starts late.
+
+    Attributes:
+      step: gradients seen.
+    """
+
+    step: Int[Array, ""]
+
+
 def decoupled(
     direction: optax.GradientTransformation,
     learning_rate: optax.ScalarOrSchedule,
@@ -29,19 +44,36 @@ def decoupled(
     """Ends a chain: the update is -learning_rate * (direction + weight_decay * parameter).
 
     Args:
-      direction: the transform that turns gradients into directions.
+      direction: the transform that turns gradients into directions. Without the first decay if it
+        is one that `StartsLate`.
       learning_rate: a number or a schedule.
       weight_decay: of the parameters; the state's structure does not depend on it.
 
     Returns:
       The chain.
     """
-    decay = (
-        optax.identity()
-        if known_to_be(0, weight_decay)
-        else optax.add_decayed_weights(weight_decay)
-    )
+    if known_to_be(0, weight_decay):
+        decay = optax.identity()
+    elif isinstance(direction, StartsLate):
+        decay = _late_decay(weight_decay)
+    else:
+        decay = optax.add_decayed_weights(weight_decay)
     return optax.chain(direction, decay, optax.scale_by_learning_rate(learning_rate))
+
+
+def _late_decay(weight_decay: float) -> optax.GradientTransformation:
+    def init(params):
+        del params
+        return DecayState(jnp.zeros((), jnp.int32))
+
+    def update(updates, state, params):
+        decay = jnp.where(state.step == 0, 0.0, weight_decay)
+        return (
+            jax.tree.map(lambda u, p: u + decay.astype(u.dtype) * p, updates, params),
+            DecayState(state.step + 1),
+        )
+
+    return optax.GradientTransformation(init, update)
 
 
 def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

@@ -14,7 +14,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from nag_jax.errors import UserError
-from nag_jax.optim.chains import working_dtype
+from nag_jax.optim.chains import StartsLate, working_dtype
 from nag_jax.optim.matrices import Blocks, blocks_of, each_matrix, from_blocks, to_blocks
 from nag_jax.optim.roles import MatrixSpecs, all_matrices, path_string
 
@@ -42,7 +42,8 @@ class Rule(Protocol):
     Attributes:
         names: Of all arrays that a stack may have.
         first_refresh: 0: all matrices are refreshed by the first gradient, then as they are due;
-            1: the first gradient makes what is refreshed later, in the rule's own way.
+            1: the first gradient makes what is refreshed later, in the rule's own way, and moves
+            nothing.
     """
 
     names: tuple[str, ...]
@@ -235,7 +236,7 @@ def preconditioned(
             failed,
         )
 
-    return optax.GradientTransformation(init, update)
+    return (StartsLate if rule.first_refresh else optax.GradientTransformation)(init, update)
 
 
 def _leaves(tree):

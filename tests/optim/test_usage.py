@@ -70,6 +70,19 @@ def test_sign_descent_with_an_injected_momentum():
     np.testing.assert_array_equal(updates["w"], [-0.5, 0.5])
 
 
+@pytest.mark.parametrize("make, moves", [(soap, False), (kl_shampoo, False), (shampoo, True)])
+def test_a_first_gradient_that_only_teaches_does_not_decay_either(make, moves):
+    """SOAP and KL-Shampoo leave matrices as they are, and decay them from the second one on."""
+    weights = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(4, 5)), jnp.float32)}
+    still = {"w": jnp.zeros((4, 5))}
+    transform = make(0.1, 0.5)
+    state = transform.init(weights)
+    first, state = transform.update(still, state, weights)
+    second, state = transform.update(still, state, weights)
+    np.testing.assert_array_equal(first["w"], (-0.05 if moves else -0.0) * weights["w"])
+    np.testing.assert_allclose(second["w"], -0.05 * weights["w"], rtol=1e-6)
+
+
 def test_a_flax_optimizer():
     model = nnx.Linear(4, 5, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, soap(1e-2, refresh_every=1), wrt=nnx.Param)
