@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 from absl import flags
 from ml_collections import ConfigDict
@@ -46,8 +46,7 @@ class Arguments(NamedTuple):
 def run(
     main: Callable[[ConfigDict | Arguments | None, flags.FlagValues], int | None],
     *,
-    takes_config: bool = True,
-    makes_configs: bool = False,
+    config: Literal["given", "refused", "own"] = "given",
     join: Callable[[flags.FlagValues], None] | None = None,
     argv: Sequence[str] | None = None,
 ) -> NoReturn:
@@ -60,10 +59,8 @@ def run(
 
     Args:
       main: the binary; it defines its own flags with absl's `flags.DEFINE_*`.
-      takes_config: whether `--config` is required. Where False, `main` gets None as config and
-        `--config` is refused.
-      makes_configs: whether `main` makes configs itself. Where True, it gets the `Arguments` in the
-        place of a config.
+      config: "given": `--config` is required; "refused": `main` gets None as config, and `--config`
+        is a mistake; "own": `main` makes configs itself, of the `Arguments` it gets in their place.
       join: joins the other processes that the flags speak of, before anything else is done with
         them, so that a mistake that one of them finds ends all.
       argv: the command line with the program's name, sys.argv by default.
@@ -74,7 +71,7 @@ def run(
             stream.reconfigure(errors="backslashreplace")
     sentence = None
     try:
-        code = _run(main, takes_config, makes_configs, join, argv)
+        code = _run(main, config, join, argv)
         sys.stdout.flush()
     except UserError as error:
         code, sentence = MISTAKE, f"error: {error}"
@@ -153,21 +150,20 @@ def take_apart(args: Sequence[str]) -> Arguments:
 
 def _run(
     main: Callable[..., int | None],
-    takes_config: bool,
-    makes_configs: bool,
+    takes: str,
     join: Callable[[flags.FlagValues], None] | None,
     argv: list[str],
 ) -> int:
     arguments = take_apart(argv[1:])
     if arguments.wants_help:
-        print(_help(main.__globals__.get("__doc__"), takes_config, argv[0], arguments))
+        print(_help(main.__globals__.get("__doc__"), takes != "refused", argv[0], arguments))
         return 0
     parsed = _parse_flags([argv[0], *arguments.rest])
     if join is not None:
         join(parsed)
-    if makes_configs:
+    if takes == "own":
         return main(arguments, parsed) or 0
-    if not takes_config:
+    if takes == "refused":
         if arguments.config_file is not None or arguments.overrides:
             raise UserError("this program takes no --config: it uses the one in the checkpoint")
         return main(None, parsed) or 0

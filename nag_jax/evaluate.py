@@ -345,4 +345,4 @@ def skip(flag_values: flags.FlagValues, rates: list[float], json_file: epath.Pat
 
 
 if __name__ == "__main__":
-    cli.run(main, takes_config=False)
+    cli.run(main, config="refused")

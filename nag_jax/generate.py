@@ -75,4 +75,4 @@ def main(config, flag_values) -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main, takes_config=False)
+    cli.run(main, config="refused")

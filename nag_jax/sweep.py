@@ -10,8 +10,6 @@ may be given several times and multiply. Each run is a run of nag_jax.train in i
 tried again. Failed runs stay in the table with their reason.
 """
 
-import csv
-import io
 import json
 import signal
 import subprocess
@@ -184,6 +182,7 @@ def is_complete(workdir: epath.Path, steps: int) -> bool:
 
 def write_table(out: epath.Path, chosen, failures: dict[str, str]) -> None:
     """Writes runs.csv and runs.md: every run with its values, its last results and its failure."""
+    from nag_jax.tables import csv_table, markdown_table
     from nag_jax.training.metrics import FILE_NAME, read_metrics
 
     keys = list(dict.fromkeys(key for variant in chosen for key in variant.values))
@@ -199,16 +198,8 @@ def write_table(out: epath.Path, chosen, failures: dict[str, str]) -> None:
             | {name: f"{last[name]:.4f}" if name in last else "" for name in measured}
             | {"failure": failures[variant.name]}
         )
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0].keys(), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    (out / f"{TABLE}.csv").write_text(text.getvalue())
-    header = "| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]) + "\n"
-    body = "".join(
-        "| " + " | ".join(str(x).replace("|", "\\|") for x in row.values()) + " |\n" for row in rows
-    )
-    (out / f"{TABLE}.md").write_text(header + body)
+    (out / f"{TABLE}.csv").write_text(csv_table(rows))
+    (out / f"{TABLE}.md").write_text(markdown_table(list(rows[0]), [r.values() for r in rows]))
     print(f"Wrote {out / TABLE}.md and .csv")
 
 
@@ -248,4 +239,4 @@ def compare(out: epath.Path, flag_values: Any) -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main, makes_configs=True)
+    cli.run(main, config="own")

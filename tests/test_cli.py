@@ -39,7 +39,7 @@ def main(config, flags):
 
 
 if __name__ == "__main__":
-    cli.run(main, takes_config="--no" not in sys.argv[0])
+    cli.run(main, config="refused" if "--no" in sys.argv[0] else "given")
 '''
 
 

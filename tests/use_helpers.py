@@ -92,10 +92,10 @@ def call(binary: str, *args: str) -> Result:
     sys.modules.pop(name, None)
     forget_flags()
     module = importlib.import_module(name)
-    takes_config = binary in ("check", "prepare_data", "train")
+    takes = "given" if binary in ("check", "prepare_data", "train") else "refused"
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            cli.run(module.main, takes_config=takes_config, argv=[name, *args])
+            cli.run(module.main, config=takes, argv=[name, *args])
         except SystemExit as end:
             code = end.code
         finally:

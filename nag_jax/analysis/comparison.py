@@ -3,8 +3,6 @@
 Runs that differ in no key but the seed are one group. Runs on different corpora are not compared.
 """
 
-import csv
-import io
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +13,7 @@ from scipy import stats
 
 from nag_jax.dotted import flatten
 from nag_jax.errors import UserError
+from nag_jax.tables import csv_table, markdown_table
 from nag_jax.training.checkpoints import CheckpointReader
 from nag_jax.training.metrics import read_metrics
 
@@ -113,14 +112,12 @@ class Comparison(NamedTuple):
 
     def markdown(self) -> str:
         """The table, with a line that says what it is."""
-        lines = [
+        told = (
             f"{self.metric} at {self.budget:,.6g} {_UNITS[self.at]}; ± is half of a "
             f"{CONFIDENCE:.0%} confidence interval (Student's t over seeds); differences are "
-            f"paired by seed with {self.baseline}.",
-            "",
-            "| run | seeds | mean | difference | pairs |",
-            "|---|---|---|---|---|",
-        ]
+            f"paired by seed with {self.baseline}.\n\n"
+        )
+        cells = []
         for row in self.rows():
             difference = (
                 ""
@@ -128,22 +125,13 @@ class Comparison(NamedTuple):
                 else _told(row["difference"], row["difference_half_width"], "+")
             )
             mean = _told(row["mean"], row["half_width"], "")
-            lines.append(
-                f"| {row['run']} | {row['seeds']} | {mean} | {difference} | {row['pairs']} |"
-            )
-        return "\n".join(lines) + "\n"
+            cells.append((row["run"], row["seeds"], mean, difference, row["pairs"]))
+        return told + markdown_table(("run", "seeds", "mean", "difference", "pairs"), cells)
 
     def csv(self) -> str:
         """The table as CSV, with the budget in every row."""
-        text = io.StringIO()
-        rows = [
-            {"metric": self.metric, "at": self.at, "budget": self.budget, **row}
-            for row in self.rows()
-        ]
-        writer = csv.DictWriter(text, rows[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        return text.getvalue()
+        shared = {"metric": self.metric, "at": self.at, "budget": self.budget}
+        return csv_table([shared | row for row in self.rows()])
 
 
 _UNITS = {"steps": "steps", "tokens": "tokens", "flops": "FLOPs", "time": "seconds"}

@@ -12,6 +12,7 @@ import numpy as np
 from nag_jax.analysis.isoflop import LONG_ROW, skip_costs
 from nag_jax.evals.skipping import TOLERANCE, by_sublayer, own_sublayers
 from nag_jax.models.stages import SUBLAYERS
+from nag_jax.tables import markdown_table
 
 if TYPE_CHECKING:
     from nag_jax.runs import Run
@@ -113,11 +114,8 @@ class SkippingTable:
 
     def markdown(self, title: str) -> str:
         """The table under a title, with its notes."""
-        header = self.header()
-        lines = [f"# {title}", "", *(f"{note}\n" for note in self.notes())]
-        rules = ["---:"] * len(header)
-        lines += [f"| {' | '.join(row)} |" for row in (header, rules, *self.cells())]
-        return "\n".join(lines) + "\n"
+        notes = "".join(f"{note}\n\n" for note in self.notes())
+        return f"# {title}\n\n{notes}{markdown_table(self.header(), self.cells(), '---:')}"
 
 
 def measure(run: "Run", rows: Any, batch_size: int) -> dict[str, Any]:
