@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 from ml_collections import ConfigDict
 
-from nag_jax.models.attention_kernels import attend, choose, platform_in_use
+from nag_jax.models.attention_kernels import attend, choose
 from nag_jax.models.cache import LayerCache
 from nag_jax.models.chunked_attention import MASKED
 from nag_jax.models.context import BranchOut, Context
@@ -21,6 +21,7 @@ from nag_jax.models.linear import PRECISION, Numerics, contract
 from nag_jax.models.norms import RMSNorm
 from nag_jax.parameters import declare
 from nag_jax.sharding import rules
+from pallas_kernels.platform import platform_in_use
 
 # Columns of the cache that one product reads on CPU: the keys and values of a few rows fit in its
 # second-level cache.

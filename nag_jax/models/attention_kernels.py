@@ -19,7 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 from nag_jax.errors import UserError
 from nag_jax.models.chunked_attention import SAVED_NAMES, chunked_attention
 from nag_jax.models.kept_attention import kept_attention
-from nag_jax.sharding.rules import BATCH_AXES, batch_shards
+from nag_jax.sharding.rules import rows_spec
+from pallas_kernels.platform import platform_in_use
 
 LANES = 128
 
@@ -158,12 +159,6 @@ def attend(
     return _per_device(KERNELS[choice.name].run, q, k, v, segment_ids if packed else None)
 
 
-def platform_in_use() -> str:
-    """Platform of the mesh in use, perhaps one only compiled for, or of the default device."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
-
-
 def _per_device(run: Callable, q: Array, k: Array, v: Array, *by_token: Array | None) -> Array:
     """Runs attention on each device's rows of the batch and its own heads.
 
@@ -174,7 +169,7 @@ def _per_device(run: Callable, q: Array, k: Array, v: Array, *by_token: Array | 
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return run(q, k, v, *by_token)
-    rows = BATCH_AXES if q.shape[0] % batch_shards(mesh) == 0 else None
+    rows = next(iter(rows_spec(q.shape[0], mesh)), None)
     kv_heads, group = q.shape[2:4]
     parts = mesh.shape["tensor"]
     ids = P(rows)

@@ -15,13 +15,16 @@ from flax import nnx
 from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
+from nag_jax.errors import UserError
 from nag_jax.models.context import BranchOut, Context
 from nag_jax.models.gates import Gate, NormModulator, RouterGate
 from nag_jax.models.initializers import fan_in_normal
 from nag_jax.models.linear import scores
 from nag_jax.models.norms import NORMS, root_mean_square
 from nag_jax.parameters import declare
+from nag_jax.sharding.rules import rows_spec
 from pallas_kernels.nag_update import choose, nag_update
+from pallas_kernels.platform import platform_in_use
 
 Stream = tuple[jax.Array, ...]
 
@@ -102,8 +105,15 @@ class NormAgnostic(nnx.Module):
     @staticmethod
     def implementations(config: ConfigDict) -> list[tuple[str, str, str]]:
         """(operation, implementation, reason), for the header of a run."""
-        del config
-        return [("residual update", *choose())]
+        name, reason = choose(
+            "auto",
+            platform_in_use(),
+            width=config.model.d_model,
+            dtype=config.model.compute_dtype,
+        )
+        if config.model.strict_kernels and name == "reference":
+            raise UserError(f"model.strict_kernels is set and no fused update serves: {reason}")
+        return [("residual update", name, reason)]
 
     @staticmethod
     def warmup_steps(options: ConfigDict) -> int:
@@ -147,7 +157,8 @@ class NormAgnostic(nnx.Module):
                 weight = jnp.maximum(weight, jnp.finfo(weight.dtype).tiny)
                 weight = weight / jax.lax.stop_gradient(weight)
             gain = gain * weight
-        direction, log_gain = nag_update(direction, out.y, gain)
+        spec = rows_spec(gain.shape[0], jax.sharding.get_abstract_mesh())
+        direction, log_gain = nag_update(direction, out.y, gain, token_spec=spec)
         return Written((direction, log_norm + log_gain.astype(log_norm.dtype)), gain)
 
     def _gain(self, gate: Gate, context: Context) -> Float[Array, "B T"]:

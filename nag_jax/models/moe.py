@@ -15,13 +15,13 @@ from ml_collections import ConfigDict
 
 from nag_jax.errors import UserError
 from nag_jax.models import rows
-from nag_jax.models.attention_kernels import platform_in_use
 from nag_jax.models.context import BranchOut, Context
 from nag_jax.models.feedforward import SwiGLU
 from nag_jax.models.linear import Numerics, contract_grouped
 from nag_jax.models.router import LinearRouter, ZayaRouter
 from nag_jax.parameters import declare
 from nag_jax.sharding import experts
+from pallas_kernels.platform import platform_in_use
 
 EXPERTS = ("gate", "up", "down")
 

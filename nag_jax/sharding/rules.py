@@ -119,6 +119,11 @@ def batch_shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
+def rows_spec(count: int, mesh: Any) -> P:
+    """Split of an activation's rows over `BATCH_AXES`, or whole where these do not divide them."""
+    return P(BATCH_AXES) if not mesh.empty and count % batch_shards(mesh) == 0 else P()
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Sharding of a batch: rows over `BATCH_AXES`, everything else whole."""
     return NamedSharding(mesh, P(BATCH_AXES))

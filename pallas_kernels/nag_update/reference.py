@@ -53,16 +53,27 @@ def update_formula(
     return (written / rms).astype(direction.dtype), log_gain[..., 0]  # (17)
 
 
-@jax.custom_vjp
-def nag_update_reference(direction, branch, gain):
+def with_pass_through(
+    direction: Float[Array, "*tokens d"],
+    branch: Float[Array, "*tokens d"],
+    gain: Float[Array, "*tokens"],
+) -> tuple[Float[Array, "*tokens d"], Float[Array, "*tokens"]]:
     """`update_formula`, with tokens of gain 0 passed through bit for bit.
 
     Renormalising an untouched direction would change a third of its float32 entries, so those
-    tokens are selected unchanged. Their gradient is still the formula's: a gain that starts at 0,
-    or a skipped layer, could never learn otherwise.
+    tokens are selected unchanged.
     """
     updated, log_gain = update_formula(direction, branch, gain)
     return jnp.where(gain[..., None] == 0, direction, updated), log_gain
+
+
+@jax.custom_vjp
+def nag_update_reference(direction, branch, gain):
+    """`with_pass_through`, whose gradient is that of the formula for every token.
+
+    A gain that starts at 0, or a skipped layer, could never learn otherwise.
+    """
+    return with_pass_through(direction, branch, gain)
 
 
 def _forward(direction, branch, gain):

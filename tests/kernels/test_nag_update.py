@@ -236,19 +236,65 @@ def test_invariants(width, seed, log_scale, gain):
     np.testing.assert_allclose(twice[1], growth, rtol=1e-6)
 
 
-def test_works_under_jit_vmap_and_scan():
-    r, f, a = (jnp.asarray(x, jnp.float32) for x in example((3, 4, 16)))
-    expected = nag_update(r, f, a)
-    scanned = jax.lax.scan(lambda c, xs: (c, nag_update(*xs)), None, (r, f, a))[1]
-    for got in (jax.jit(nag_update)(r, f, a), jax.vmap(nag_update)(r, f, a), scanned):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_works_under_jit_vmap_scan_and_checkpoint(implementation):
+    """Values and gradients, also of tokens whose axes do not fill a tile."""
+    update = functools.partial(nag_update, implementation=implementation)
+    inputs = [jnp.asarray(x, jnp.float32) for x in example((3, 19, 16))]
+
+    def loss(how):
+        return lambda *arrays: sum(jnp.sum(jnp.sin(x)) for x in how(*arrays))
+
+    ways = {
+        "plain": update,
+        "jit": jax.jit(update),
+        "vmap": jax.vmap(update),
+        "scan": lambda *arrays: jax.lax.scan(lambda c, xs: (c, update(*xs)), None, arrays)[1],
+        "checkpoint": jax.checkpoint(update),
+    }
+    expected = jax.value_and_grad(loss(nag_update), (0, 1, 2))(*inputs)
+    for name, way in ways.items():
+        got = jax.value_and_grad(loss(way), (0, 1, 2))(*inputs)
         jax.tree.map(
-            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), got, expected
+            lambda x, y, name=name: np.testing.assert_allclose(
+                x, y, rtol=1e-4, atol=1e-5, err_msg=name
+            ),
+            got,
+            expected,
         )
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_token_that_is_not_finite_stays_alone(implementation):
+    inputs = [jnp.asarray(x, jnp.float32) for x in example((7, 24))]
+    broken = [x.at[3].set(jnp.nan) for x in inputs]
+    cotangents = (inputs[1], jnp.ones(7))
+    whole = update_and_gradients(inputs, cotangents, implementation)
+    for got, wanted in zip(
+        jax.tree.leaves(update_and_gradients(broken, cotangents, implementation)),
+        jax.tree.leaves(whole),
+        strict=True,
+    ):
+        others = np.arange(7) != 3
+        np.testing.assert_array_equal(got[others], wanted[others])
+        assert np.all(np.isnan(got[3]))
+
+
 def test_implementations_are_named():
-    for name in IMPLEMENTATIONS:
-        assert choose(name) == (name, "asked for")
-    assert choose("auto")[0] in IMPLEMENTATIONS
+    def chosen(name, platform="tpu", width=64, dtype="bfloat16"):
+        return choose(name, platform, width=width, dtype=dtype)
+
+    assert chosen("auto") == ("mosaic_tpu", "fused, forward and backward")
+    assert chosen("mosaic_tpu") == ("mosaic_tpu", "asked for")
+    assert chosen("mosaic_tpu", "cpu") == ("mosaic_tpu", "asked for; interpreted on CPU, slow")
+    assert chosen("reference")[0] == "reference"
+    name, reason = chosen("auto", "cpu")
+    assert name == "reference" and reason.startswith("no fused kernel for CPU")
+    name, reason = chosen("auto", dtype="float64")
+    assert name == "reference" and "not float64" in reason
+    name, reason = chosen("auto", width=2**17)
+    assert name == "reference" and "no room for tokens of width 131072" in reason
+    with pytest.raises(ValueError, match="'mosaic_tpu' of nag_update takes float32"):
+        chosen("mosaic_tpu", dtype="float64")
     with pytest.raises(ValueError, match="unknown implementation 'cuda'.*auto, reference"):
         nag_update(jnp.ones(3), jnp.ones(3), jnp.ones(()), implementation="cuda")

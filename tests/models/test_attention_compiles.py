@@ -13,8 +13,9 @@ from compile_targets import gpu_mesh, tpu_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nag_jax.models.attention_kernels import attend, platform_in_use
+from nag_jax.models.attention_kernels import attend
 from nag_jax.models.chunked_attention import SAVED_NAMES
+from pallas_kernels.platform import platform_in_use
 
 ROWS = P(("data", "fsdp"))
 
