@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.nag_update import mosaic_tpu
+from pallas_kernels.nag_update import mosaic_tpu, pallas_triton
 from pallas_kernels.nag_update.reference import nag_update_reference
 from pallas_kernels.platform import platform_in_use
 
@@ -30,6 +30,7 @@ class Kernel(NamedTuple):
 
 KERNELS = {
     "mosaic_tpu": Kernel("tpu", mosaic_tpu.refusal, mosaic_tpu.nag_update_mosaic_tpu),
+    "pallas_triton": Kernel("gpu", pallas_triton.refusal, pallas_triton.nag_update_pallas_triton),
 }
 IMPLEMENTATIONS = ("reference", *KERNELS)
 

@@ -20,6 +20,7 @@ def update_formula(
     direction: Float[Array, "*tokens d"],
     branch: Float[Array, "*tokens d"],
     gain: Float[Array, "*tokens"],
+    width: int | None = None,
 ) -> tuple[Float[Array, "*tokens d"], Float[Array, "*tokens"]]:
     """Equations (10), (12), (14), (15) and (17) for every token.
 
@@ -27,6 +28,7 @@ def update_formula(
         direction: Direction of the stream, norm sqrt(d), zero mean over features.
         branch: Output of the sub-layer, any scale; centred here.
         gain: Gain a = alpha * m of each token.
+        width: Features, where the last axis is longer and filled up with zeros; it stays so.
 
     Returns:
         The new direction in `direction`'s dtype, renormalised by its measured RMS, and the growth
@@ -37,9 +39,12 @@ def update_formula(
     r = direction.astype(statistics)
     f = branch.astype(statistics)
     a = gain.astype(statistics)[..., None]
-    width = r.shape[-1]
+    padded = r.shape[-1]
+    width = padded if width is None else width
 
-    f = f - jnp.mean(f, axis=-1, keepdims=True)
+    f = f - jnp.sum(f, axis=-1, keepdims=True) / width
+    if padded > width:
+        f = jnp.where(jax.lax.broadcasted_iota(jnp.int32, f.shape, f.ndim - 1) < width, f, 0.0)
     along = jnp.sum(f * r, axis=-1, keepdims=True) / jnp.sum(r * r, axis=-1, keepdims=True)
     orthogonal = f - along * r  # (10)
     orthogonal_sq = jnp.sum(orthogonal * orthogonal, axis=-1, keepdims=True)
@@ -48,7 +53,7 @@ def update_formula(
     # in float32 for a zero branch, and the gradient would be NaN.
     inverse = jax.lax.rsqrt(orthogonal_sq + RELATIVE_FLOOR**2 * branch_sq + ABSOLUTE_FLOOR)
     written = r + a * (orthogonal * (inverse * width**0.5))  # (12), (14)
-    rms = jnp.sqrt(jnp.mean(written * written, axis=-1, keepdims=True))
+    rms = jnp.sqrt(jnp.sum(written * written, axis=-1, keepdims=True) / width)
     log_gain = 0.5 * jnp.log1p(a * a * (orthogonal_sq * inverse * inverse))  # (15)
     return (written / rms).astype(direction.dtype), log_gain[..., 0]  # (17)
 
@@ -57,13 +62,14 @@ def with_pass_through(
     direction: Float[Array, "*tokens d"],
     branch: Float[Array, "*tokens d"],
     gain: Float[Array, "*tokens"],
+    width: int | None = None,
 ) -> tuple[Float[Array, "*tokens d"], Float[Array, "*tokens"]]:
     """`update_formula`, with tokens of gain 0 passed through bit for bit.
 
     Renormalising an untouched direction would change a third of its float32 entries, so those
     tokens are selected unchanged.
     """
-    updated, log_gain = update_formula(direction, branch, gain)
+    updated, log_gain = update_formula(direction, branch, gain, width)
     return jnp.where(gain[..., None] == 0, direction, updated), log_gain
 
 

@@ -1,0 +1,122 @@
+"""The norm-agnostic update as one Pallas kernel for NVIDIA GPUs, lowered through Triton.
+
+A program holds one token, or a few narrow ones, in registers, and computes the definition on it
+(`reference.update_formula`, or its vector-Jacobian product). Triton wants powers of 2, so a token
+is loaded with zeros behind its features.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.nag_update.reference import update_formula, with_pass_through
+
+# Entries of a token that a thread holds; more spill in the backward pass.
+ENTRIES = 8
+MAX_WARPS = 16
+MAX_WIDTH = 2 * ENTRIES * 32 * MAX_WARPS
+# Programs with less to do than this take several tokens.
+LEAST = 256
+
+
+def refusal(width: int, dtype: jnp.dtype) -> str:
+    """Why the kernel cannot serve, or nothing."""
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        return f"takes float32 and bfloat16, not {dtype.name}"
+    if width > MAX_WIDTH:
+        return f"has no room for tokens of width {width}"
+    return ""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def nag_update_pallas_triton(
+    direction: Float[Array, "*tokens d"],
+    branch: Float[Array, "*tokens d"],
+    gain: Float[Array, "*tokens"],
+    interpret: bool = False,
+) -> tuple[Float[Array, "*tokens d"], Float[Array, "*tokens"]]:
+    """As `reference.nag_update_reference`; `interpret` runs the kernel without a GPU."""
+    statistics = jnp.promote_types(direction.dtype, jnp.float32)
+    return _call(
+        with_pass_through,
+        "forward",
+        inputs=(direction, branch, gain.astype(statistics)),
+        outputs=(direction, jax.ShapeDtypeStruct(gain.shape, statistics)),
+        interpret=interpret,
+    )
+
+
+def _forward(direction, branch, gain, interpret):
+    return nag_update_pallas_triton(direction, branch, gain, interpret), (direction, branch, gain)
+
+
+def _backward(interpret, residuals, cotangents):
+    direction, branch, gain = residuals
+    wide = gain.astype(jnp.promote_types(direction.dtype, jnp.float32))
+
+    def pull_back(direction, branch, gain, d_updated, d_log_gain, width):
+        _, back = jax.vjp(functools.partial(update_formula, width=width), direction, branch, gain)
+        return back((d_updated, d_log_gain))
+
+    d_direction, d_branch, d_gain = _call(
+        pull_back,
+        "backward",
+        inputs=(direction, branch, wide, *cotangents),
+        outputs=(direction, branch, wide),
+        interpret=interpret,
+    )
+    return d_direction, d_branch, d_gain.astype(gain.dtype)
+
+
+nag_update_pallas_triton.defvjp(_forward, _backward)
+
+
+def _call(body, kind, *, inputs, outputs, interpret):
+    """Runs `body(*inputs, width)` on some tokens at a time; arrays are [*tokens(, d)]."""
+    *leading, width = inputs[0].shape
+    tokens, padded = math.prod(leading), pl.next_power_of_2(width)
+    rows = max(1, LEAST // padded)
+    narrow = len(leading)
+
+    def kernel(*refs):
+        token = pl.program_id(0) * rows + jnp.arange(rows)
+        feature = jnp.arange(padded)
+        inside = token < tokens
+        whole = inside[:, None] & (feature < width)[None]
+
+        def place(ref):
+            if len(ref.shape) == 1:
+                return ref.at[token], inside
+            return ref.at[token[:, None], feature[None]], whole
+
+        def load(ref):
+            at, mask = place(ref)
+            return plgpu.load(at, mask=mask, other=0.0)
+
+        results = body(*map(load, refs[: len(inputs)]), width)
+        for ref, result in zip(refs[len(inputs) :], results, strict=True):
+            at, mask = place(ref)
+            plgpu.store(at, result.astype(ref.dtype), mask=mask)
+
+    flat = [x.reshape(tokens, width) if x.ndim > narrow else x.reshape(tokens) for x in inputs]
+    shapes = [(tokens, width) if len(x.shape) > narrow else (tokens,) for x in outputs]
+    results = pl.pallas_call(
+        kernel,
+        name=f"nag_update_{kind}",
+        grid=(pl.cdiv(tokens, rows),),
+        out_shape=[
+            jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, outputs, strict=True)
+        ],
+        compiler_params=plgpu.CompilerParams(
+            num_warps=max(1, min(MAX_WARPS, rows * padded // (32 * ENTRIES))), num_stages=1
+        ),
+        interpret=interpret,
+    )(*flat)
+    return tuple(
+        result.reshape(x.shape).astype(x.dtype) for result, x in zip(results, outputs, strict=True)
+    )
