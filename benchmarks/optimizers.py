@@ -27,9 +27,9 @@ from jax.sharding import AxisType, NamedSharding
 from rich.console import Console
 from timing import mib, size_of, surroundings, table_of, timed_turns
 
+from nag_jax.analysis.optimizer_flops import update_flops
 from nag_jax.kinds import kind_class
 from nag_jax.optim import build_optimizer, state_like_params
-from nag_jax.optim.roles import MatrixAxes, matrix_shape
 from nag_jax.parameters import ParamInfo
 from nag_jax.sharding.collectives import KINDS, collectives, totals
 from nag_jax.sharding.rules import derived_sharding
@@ -99,27 +99,6 @@ def optimizer_config(kind: str) -> dict:
     return config
 
 
-def update_flops(kind: str, infos: dict[str, ParamInfo]) -> float:
-    """Products, decompositions and QR of an update's matrices, refreshes spread over its steps."""
-    total = 0.0
-    for info in infos.values():
-        if info.role != "matrix":
-            continue
-        m, n = matrix_shape(info.shape, MatrixAxes(info.rows, info.columns))
-        count = info.size / (m * n)
-        low, high = min(m, n), max(m, n)
-        sides, cubes, every = m * n * (m + n), m**3 + n**3, _REFRESH.value
-        if kind == "muon":
-            total += count * 5 * (4 * low**2 * high + 2 * low**3)
-        elif kind == "soap":  # factors, into and out of the basis; sorting, power step, QR
-            total += count * (6 * sides + (4 * sides + (2 + 2 + 8 / 3) * cubes) / every)
-        elif kind == "shampoo":  # factors, direction; roots
-            total += count * (4 * sides + (9 + 2) * cubes / every)
-        elif kind == "kl_shampoo":
-            total += count * (8 * m * m * n + 10 * m * n * n + (2 + 8 / 3) * cubes / every)
-    return total
-
-
 def update_of(transform):
     """(params, state, grads) -> (params, state)."""
 
@@ -181,7 +160,7 @@ def timed(infos) -> None:
         *("state over params", *(f"of a step's FLOPs, {tokens:,} tokens" for tokens in TOKENS)),
     )
     for name, value in seconds.items():
-        flops = update_flops(name.rpartition(".")[2], infos)
+        flops = update_flops(optimizer_config(name.rpartition(".")[2]), infos)
         cells = [f"{1e3 * value:.1f}", f"{value / seconds['adamw']:.1f}", f"{flops / 1e9:.1f}"]
         cells.append(f"{value / (flops / peak):.2f}" if flops else "")
         cells += [mib(sizes[name]), f"{sizes[name] / size:.1f}"]

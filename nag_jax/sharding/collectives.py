@@ -92,8 +92,8 @@ def collectives(text: str, num_devices: int) -> list[Collective]:
                     found.append(one)
             inner = times
             if re.search(r"\bwhile\(", line):
-                trips = _TRIPS.search(line)
-                inner = times * int(trips[1]) if trips and times is not None else None
+                trips = _trips(line, bodies)
+                inner = times * trips if trips is not None and times is not None else None
             branch = conditional or re.search(r"\bconditional\(", line) is not None
             for called in _CALLS.findall(line):
                 for callee in re.findall(r"[\w.\-]+", called):
@@ -110,6 +110,25 @@ def totals(found: list[Collective]) -> dict[str, tuple[int, int]]:
         count, size = sums[one.kind]
         sums[one.kind] = (count + one.times, size + one.times * one.bytes)
     return dict(sums)
+
+
+def _trips(line: str, bodies: dict[str, list[str]]) -> int | None:
+    """How often a loop runs; None if neither it nor its condition says so.
+
+    Compilers for TPU say nothing, but leave JAX's counted loops as they are: from 0 on, by 1, while
+    the counter is below a constant.
+    """
+    told = _TRIPS.search(line)
+    if told:
+        return int(told[1])
+    condition = re.search(r"condition=%?([\w.\-]+)", line)
+    lines = bodies.get(condition[1], []) if condition else []
+    constants = dict(re.findall(r"%([\w.\-]+) = s32\[\]\S* constant\((\d+)\)", "\n".join(lines)))
+    for one in lines:
+        test = re.search(r"ROOT .* compare\(%[\w.\-]+, %([\w.\-]+)\), direction=LT", one)
+        if test and test[1] in constants:
+            return int(constants[test[1]])
+    return None
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:

@@ -62,6 +62,16 @@ def test_a_program_read_from_its_text():
     assert found[1].source == "a/b"
 
 
+def test_a_loop_counted_by_its_condition():
+    """Compiled for TPU a loop does not say how often it runs, but its condition does."""
+    text = LOOP.replace("known_trip_count", "other").replace(
+        "  ROOT %less = pred[] compare(%i, %n), direction=LT",
+        "  %n = s32[]{:T(128)} constant(9)\n"
+        "  ROOT %less = pred[]{:T(512)} compare(%i, %n), direction=LT, metadata={}",
+    )
+    assert [one.times for one in collectives(text, 4)][1] == 9
+
+
 def test_what_cannot_be_counted_is_refused():
     with pytest.raises(ValueError, match="unknown number of iterations around: %one"):
         collectives(LOOP.replace("known_trip_count", "other"), 4)
