@@ -1,0 +1,62 @@
+"""The arithmetic of estimates, on numbers that can be checked by hand."""
+
+import pytest
+
+from nag_jax.analysis.hardware import CHIPS
+from nag_jax.analysis.optimizer_flops import update_flops
+from nag_jax.analysis.roofline import Work, estimate, memory_bytes
+from nag_jax.errors import UserError
+from nag_jax.parameters import ParamInfo
+from nag_jax.sharding.topologies import absent_devices, parse_topology, target_config
+
+
+def test_a_step_is_bound_by_its_slowest_part():
+    chip = CHIPS["h200"]
+    work = Work(989e12, 0.5 * 989e12, 4800e9, 900e9, tokens=1000, devices=8)
+    found = estimate(work, chip, one_host=True)
+    assert (found.compute, found.memory, found.links) == (1.5, 1.0, 2.0)
+    assert (found.bound, found.total) == (2.0, 4.5)
+    # What is computed again is no use: utilisation counts the model's own.
+    assert found.utilisation(found.bound) == 0.5
+    assert estimate(work, chip, one_host=False).links == 18.0
+
+
+def test_bytes_of_memory():
+    memory = {
+        "parameters": 400,
+        "gradients": 400,
+        "optimizer state": 800,
+        "kept activations": 1000,
+        "workspace": 5000,
+    }
+    assert memory_bytes(memory, compute_itemsize=2) == 4 * 200 + 2 * 1600 + 2 * 1000
+
+
+def info(shape, rows, columns, role="matrix"):
+    return ParamInfo(tuple("abcd"[: len(shape)]), role, rows, columns, False, shape, "float32")
+
+
+def test_flops_of_an_update():
+    infos = {"w": info((3, 4, 10), (1,), (2,)), "b": info((7,), (), (), "bias")}
+    # Five times A = X X^T, A A and (b A + c A A) X of 4 x 10, for three matrices.
+    one = 5 * (2 * 4 * 4 * 10 + 2 * 4**3 + 2 * 4 * 4 * 10)
+    assert update_flops({"kind": "muon", "newton_schulz_steps": 5}, infos) == 3 * one
+    assert update_flops({"kind": "adamw"}, infos) == 0
+    for kind in ("soap", "shampoo", "kl_shampoo"):
+        often = update_flops({"kind": kind, "refresh_every": 1}, infos)
+        assert often > update_flops({"kind": kind, "refresh_every": 10}, infos) > 0
+
+
+@pytest.mark.parametrize("name", ["v9:2x2", "v5e", "v5e:2x", "4x4", "h100:0", ""])
+def test_topologies_that_are_none(name):
+    with pytest.raises(UserError, match=f"--topology={name} "):
+        parse_topology(name)
+
+
+def test_topologies():
+    assert parse_topology("v5p:2x2x1") == ("v5p", (2, 2, 1))
+    assert parse_topology("cpu:8") == ("cpu", (8,))
+    with pytest.raises(UserError, match="this process has 1 CPU devices"):
+        absent_devices("cpu:3")
+    assert 'device_description_str: "NVIDIA H200"' in target_config(CHIPS["h200"])
+    assert "device_memory_size: 141000000000" in target_config(CHIPS["h200"])
