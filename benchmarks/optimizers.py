@@ -160,7 +160,7 @@ def timed(infos) -> None:
         *("state over params", *(f"of a step's FLOPs, {tokens:,} tokens" for tokens in TOKENS)),
     )
     for name, value in seconds.items():
-        flops = update_flops(optimizer_config(name.rpartition(".")[2]), infos)
+        flops = sum(update_flops(optimizer_config(name.rpartition(".")[2]), infos))
         cells = [f"{1e3 * value:.1f}", f"{value / seconds['adamw']:.1f}", f"{flops / 1e9:.1f}"]
         cells.append(f"{value / (flops / peak):.2f}" if flops else "")
         cells += [mib(sizes[name]), f"{sizes[name] / size:.1f}"]

@@ -10,6 +10,7 @@ the best until one fits.
 """
 
 import itertools
+import math
 import re
 import time
 from typing import Any, NamedTuple
@@ -56,11 +57,12 @@ class Plan(NamedTuple):
         config: The complete config.
         model: The model.
         mesh: Its mesh.
+        optimizer: Its optimizer.
         estimate: The roofline; None where the chip is a CPU.
         memory: Bytes on a device by kind, by the compiler; None if it was not compiled.
         fits: Whether that is less than the device has; None where it is not known.
         why_not: The compiler's word where it refused.
-        collectives: What is sent.
+        collectives: What is sent; None where the program does not say.
         kernels: Fused kernels inside, with how often each is called in the program's text.
         seconds: How long compiling took.
     """
@@ -73,7 +75,7 @@ class Plan(NamedTuple):
     memory: dict[str, int] | None = None
     fits: bool | None = None
     why_not: str = ""
-    collectives: tuple = ()
+    collectives: tuple | None = ()
     kernels: dict[str, int] | None = None
     seconds: float = 0.0
 
@@ -95,12 +97,13 @@ class _Planner:
         """
         import jax
 
-        from nag_jax.config import validate_devices
+        from nag_jax.config import validate, validate_devices
         from nag_jax.models.transformer import build_model
         from nag_jax.optim import build_optimizer
         from nag_jax.sharding.mesh import make_mesh
         from nag_jax.training.header import implementations
 
+        validate(config)
         validate_devices(config, len(self.devices))
         mesh = make_mesh(config.mesh, self.devices)
         with jax.set_mesh(mesh):
@@ -124,6 +127,10 @@ class _Planner:
             return plan._replace(fits=False, why_not=told, seconds=time.perf_counter() - began)
         seconds = time.perf_counter() - began
         analysis, text = program.memory_analysis(), program.as_text()
+        try:
+            sent = tuple(collectives(text, plan.mesh.size))
+        except ValueError:  # a loop that does not say how often it runs
+            sent = None
         memory = {
             "state and batch": analysis.argument_size_in_bytes,
             "temporaries": analysis.temp_size_in_bytes,
@@ -132,7 +139,7 @@ class _Planner:
         plan = plan._replace(
             memory=memory,
             fits=sum(memory.values()) < self.chip.memory if self.chip else None,
-            collectives=tuple(collectives(text, plan.mesh.size)),
+            collectives=sent,
             kernels=_kernels(text),
             seconds=seconds,
         )
@@ -149,21 +156,46 @@ class _Planner:
         config, infos = plan.config, plan.model.infos
         devices = plan.mesh.size
         tokens = config.train.batch_size * config.data.row_length
-        forward = sum(flops.forward_flops(infos, config, self.vocab_size).values())
-        again = {"nothing_saveable": 1.0}.get(config.model.remat, 0.0)
+        parts = flops.forward_flops(infos, config, self.vocab_size)
+        forward = sum(parts.values())
+        # The decode is computed again in any case, to keep no logits.
+        again = forward if config.model.remat == "nothing_saveable" else parts["decode"]
+        update = update_flops(config.optimizer, infos)
+        dtype = jnp.dtype(config.model.compute_dtype)
+        weights = dtype.itemsize * self._weights_in_use(plan)
+        always = [one for one in plan.collectives or () if not one.conditional]
         work = roofline.Work(
             model_flops=flops.TRAINING_FACTOR * forward * tokens / devices,
-            other_flops=again * forward * tokens / devices
-            + update_flops(config.optimizer, infos) / devices,
+            again_flops=again * tokens / devices,
+            optimizer_flops=update.shared / devices
+            + update.repeated * plan.mesh.shape["data"] / devices,
             memory_bytes=roofline.memory_bytes(
-                self.memory_estimate(plan), jnp.dtype(config.model.compute_dtype).itemsize
+                self.memory_estimate(plan), weights, config.train.accumulation
             ),
-            link_bytes=float(sum(one.times * one.bytes for one in plan.collectives)),
+            link_bytes=float(sum(one.times * one.bytes for one in always)),
             tokens=tokens,
             devices=devices,
+            float32=dtype.itemsize > 2,
         )
         hosts = len({device.process_index for device in self.devices})
         return roofline.estimate(work, self.chip, hosts == 1 or self.chip.platform == "tpu")
+
+    @staticmethod
+    def _weights_in_use(plan: Plan) -> int:
+        """Numbers in the weights that a device multiplies with, gathered along the width."""
+        from jax.sharding import NamedSharding
+
+        from nag_jax.parameters import flatten
+        from nag_jax.sharding.rules import use_spec
+
+        return sum(
+            math.prod(
+                NamedSharding(plan.mesh, use_spec(info.axes, info.shape, plan.mesh)).shard_shape(
+                    info.shape
+                )
+            )
+            for info in flatten(plan.model.infos).values()
+        )
 
     def memory_estimate(self, plan: Plan) -> dict[str, float]:
         """The formula's bytes on a device, by purpose."""
@@ -196,8 +228,12 @@ class _Planner:
         if self.chip:
             verdict = "fits" if plan.fits else "DOES NOT FIT"
             table.add_row("  the device has", f"{decimal(round(self.chip.memory))}: {verdict}")
-        for kind, (count, size) in totals(list(plan.collectives)).items():
-            table.add_row(f"{kind}, received per device and step", f"{decimal(size)} in {count}")
+        for when, conditional in (("in every step", False), ("in branches", True)):
+            found = [one for one in plan.collectives or () if one.conditional == conditional]
+            for kind, (count, size) in totals(found).items():
+                table.add_row(f"{kind}, received {when}", f"{decimal(size)} in {count}")
+        if plan.collectives is None:
+            table.add_row("collectives", "not counted: a loop does not say how often it runs")
         for name, count in (plan.kernels or {}).items():
             table.add_row(f"kernel {name}", f"{count} calls in the program")
         if plan.estimate and plan.memory:
@@ -276,7 +312,7 @@ def _search(planner: _Planner, config: ConfigDict, flag_values: Any) -> int:
 
     if planner.chip is None:
         raise UserError("--search needs a chip whose speed is known, not cpu")
-    found = []
+    found, valid = [], 0
     for values in _variants(config, len(planner.devices)):
         variant = config.copy_and_resolve_references()
         for (node, key), value in values.items():
@@ -285,16 +321,27 @@ def _search(planner: _Planner, config: ConfigDict, flag_values: Any) -> int:
             plan = planner.plan(variant, compiled=False)
         except UserError:
             continue  # this mesh or micro-batch does not divide the model or the batch
+        valid += 1
         size = sum(planner.memory_estimate(plan).values())
         if size < 1.25 * planner.chip.memory:  # as far as the estimate may be off
             found.append((plan.estimate.bound, size, values, variant))
+    if not valid:
+        raise UserError(
+            f"no mesh of {len(planner.devices)} devices divides this model and its batch of "
+            f"{config.train.batch_size} rows: take another number of devices, or another batch"
+        )
     if not found:
         raise UserError(
             f"no mesh, micro-batch and remat policy fits {planner.topology} by the estimate: "
             "take more devices, or a smaller model or row"
         )
-    # Of equal bounds the one that sends least between devices and accumulates least comes first.
+    # Of equal bounds the one that sends least between devices and accumulates least comes first,
+    # and of each mesh only the best, since what is sent is known from compiling alone.
     found.sort(key=lambda one: (one[0], *_preference(one[2])))
+    best: dict[str, tuple] = {}
+    for one in found:
+        best.setdefault(_words(one[2])[0], one)
+    found = list(best.values())
     table = Table(
         "mesh", "micro-batches", "remat", "estimated bound", "estimated memory", "compiled"
     )
@@ -320,9 +367,9 @@ def _search(planner: _Planner, config: ConfigDict, flag_values: Any) -> int:
 def _variants(config: ConfigDict, devices: int):
     """Meshes, micro-batches and remat policies to try, as {(node, key): value}."""
     axes = ("data", "fsdp", "tensor", "expert")
-    powers = [2**i for i in range(devices.bit_length())]
+    divisors = [length for length in range(1, devices + 1) if devices % length == 0]
     experts = "num_experts" in config.model.feedforward
-    for lengths in itertools.product(powers, repeat=4):
+    for lengths in itertools.product(divisors, repeat=4):
         product = lengths[0] * lengths[1] * lengths[2] * lengths[3]
         if product != devices or lengths[2] > 8 or (lengths[3] > 1 and not experts):
             continue
@@ -350,7 +397,7 @@ def _words(values) -> tuple[str, str, str]:
 
 def _steps(config: ConfigDict, tokens: float) -> int:
     per_step = config.train.batch_size * config.data.row_length
-    return round(tokens / per_step) if tokens else config.train.steps
+    return max(1, round(tokens / per_step)) if tokens else config.train.steps
 
 
 def _vocab_size(config: ConfigDict, given: int) -> int:

@@ -23,7 +23,7 @@ def test_a_step_on_simulated_devices(plan):
         "mesh data 2, fsdp 2, tensor 1, expert 1",
         "residual update: reference (no fused kernel for CPU",
         "memory per device, compiled",
-        "all-gather, received per device",
+        "all-gather, received in every step",
     ):
         assert words in result.out, (words, result.out)
     assert "seconds of compute" not in result.out  # nobody knows this CPU's speed

@@ -1,67 +1,85 @@
 """FLOPs of one optimizer update by formula: the products and decompositions of its matrices."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from nag_jax.optim.roles import MatrixAxes, matrix_shape
-from nag_jax.parameters import ParamInfo, flatten
+from nag_jax.optim.build import matrix_axes
+from nag_jax.optim.matrices import blocks_of
+from nag_jax.parameters import flatten
 
-QR, EIGH = 8 / 3, 9  # times n^3
+# Times n^3, or for the SVD of an m x n matrix m n^2 and n^3 (Golub and Van Loan).
+QR, EIGH, SVD = 8 / 3, 9, (14, 8)
 
 
-def update_flops(options: Mapping[str, Any], infos: Mapping[str, Any]) -> float:
-    """Returns FLOPs of an update, those of refreshes spread over the steps between them.
+class UpdateFlops(NamedTuple):
+    """FLOPs of an update.
 
-    Elementwise work, AdamW's all, counts nothing; blocks of matrices are taken as whole ones.
+    Attributes:
+        shared: Newton-Schulz, decompositions and QR, which the devices of a mesh share out.
+        repeated: Products with factors and bases, done where the parameter lies: by every device
+            that has it, or its part.
+    """
+
+    shared: float
+    repeated: float
+
+
+def update_flops(options: Mapping[str, Any], infos: Mapping[str, Any]) -> UpdateFlops:
+    """Counts an update, refreshes spread over the steps between them.
+
+    Elementwise work, AdamW's all, counts nothing; sides without a factor are counted as if they had
+    one.
 
     Args:
         options: The config's `optimizer` node, complete.
         infos: Nested dict of `ParamInfo`.
     """
-    of_one = _OF_ONE.get(options["kind"], _nothing)
-    return sum(
-        _count(info) * of_one(options, *matrix_shape(info.shape, _axes(info)))
-        for info in flatten(infos).values()
-        if info.role == "matrix"
-    )
-
-
-def _axes(info: ParamInfo) -> MatrixAxes:
-    return MatrixAxes(info.rows, info.columns)
-
-
-def _count(info: ParamInfo) -> float:
-    m, n = matrix_shape(info.shape, _axes(info))
-    return info.size / (m * n)
-
-
-def _nothing(options, m, n):
-    return 0.0
+    shared = repeated = 0.0
+    for info in flatten(infos).values():
+        if info.role == "matrix" and options["kind"] in _OF_ONE:
+            axes = matrix_axes(info, options.get("split_heads", False))
+            blocks = blocks_of(info.shape, axes, options.get("block_size", 0))
+            count = 1
+            for length in blocks.batch:
+                count *= length
+            one = _OF_ONE[options["kind"]](options, blocks.rows, blocks.columns)
+            shared += count * one.shared
+            repeated += count * one.repeated
+    return UpdateFlops(shared, repeated)
 
 
 def _newton_schulz(options, m, n):
     low, high = min(m, n), max(m, n)
-    return options["newton_schulz_steps"] * (4 * low**2 * high + 2 * low**3)
+    return UpdateFlops(options["newton_schulz_steps"] * (4 * low**2 * high + 2 * low**3), 0.0)
+
+
+def _spectral(options, m, n):
+    if options["newton_schulz_steps"]:
+        return _newton_schulz(options, m, n)
+    low, high = min(m, n), max(m, n)
+    return UpdateFlops(SVD[0] * high * low**2 + SVD[1] * low**3 + 2 * high * low**2, 0.0)
 
 
 def _soap(options, m, n):
-    # Factors, into and out of the basis; sorting, the power step, QR, the moment's new basis.
+    # Sorting, the power step, QR and the moment's new basis; factors, into and out of the basis.
     sides, cubes = m * n * (m + n), m**3 + n**3
-    return 6 * sides + (4 * sides + (2 + 2 + QR) * cubes) / options["refresh_every"]
+    refresh = 4 * sides + (2 + 2 + QR) * cubes
+    return UpdateFlops(refresh / options["refresh_every"], 6 * sides)
 
 
 def _shampoo(options, m, n):
-    sides, cubes = m * n * (m + n), m**3 + n**3  # factors, direction; roots
-    return 4 * sides + (EIGH + 2) * cubes / options["refresh_every"]
+    sides, cubes = m * n * (m + n), m**3 + n**3  # roots; factors, direction
+    return UpdateFlops((EIGH + 2) * cubes / options["refresh_every"], 4 * sides)
 
 
 def _kl_shampoo(options, m, n):
-    cubes = m**3 + n**3
-    return 8 * m * m * n + 10 * m * n * n + (2 + QR) * cubes / options["refresh_every"]
+    refresh = (2 + QR) * (m**3 + n**3)
+    return UpdateFlops(refresh / options["refresh_every"], 8 * m * m * n + 10 * m * n * n)
 
 
 _OF_ONE = {
     "muon": _newton_schulz,
+    "spectral": _spectral,
     "soap": _soap,
     "shampoo": _shampoo,
     "kl_shampoo": _kl_shampoo,

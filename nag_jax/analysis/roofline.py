@@ -9,10 +9,12 @@ from typing import NamedTuple
 from nag_jax.analysis.hardware import Chip
 
 ASSUMPTIONS = (
-    "Products run at the chip's published bfloat16 peak; attention counts its causal half.",
-    "Memory moves weights four times in the compute dtype (forward, backward twice, one cast), "
-    "gradients, parameters and optimizer state once each way, and every kept activation twice.",
-    "Links carry the step's collectives at the published bandwidth, one after the other.",
+    "Products run at the chip's published peak: bfloat16's, or float32's where the model computes "
+    "in float32; the optimizer's run at float32's. Attention counts its causal half.",
+    "Memory moves, for each micro-batch, the weights in use three times, gradients and every kept "
+    "activation twice, and once a step parameters and optimizer state, each way.",
+    "Links carry the collectives of every step at the published bandwidth, one after the other; "
+    "those in branches, such as a refresh of SOAP's bases, are not counted.",
     "Lower bound: the largest of the three alone. Without overlap: their sum. The truth lies "
     "above the lower bound.",
 )
@@ -23,23 +25,27 @@ class Work(NamedTuple):
 
     Attributes:
         model_flops: Of the model, forward and backward, without what is computed again.
-        other_flops: Recomputation, and the optimizer's products.
+        again_flops: What the backward pass computes again.
+        optimizer_flops: Of the update, in float32.
         memory_bytes: To and from its memory.
         link_bytes: Received from other devices.
         tokens: Of the step on all devices.
         devices: Their number.
+        float32: Whether the model's products are float32.
     """
 
     model_flops: float
-    other_flops: float
+    again_flops: float
+    optimizer_flops: float
     memory_bytes: float
     link_bytes: float
     tokens: int
     devices: int
+    float32: bool
 
 
 class Estimate(NamedTuple):
-    """Seconds of a step by what bounds it; `bound` is their largest, `total` their sum."""
+    """Seconds of a step by what bounds it."""
 
     compute: float
     memory: float
@@ -58,14 +64,15 @@ class Estimate(NamedTuple):
         return self.compute + self.memory + self.links
 
     def utilisation(self, seconds: float) -> float:
-        """Model FLOPs over what the chip could do in that time (MFU)."""
+        """Model FLOPs over what the chip could do in that time in bfloat16 (MFU)."""
         return self.work.model_flops / (seconds * self.chip.flops)
 
 
 def estimate(work: Work, chip: Chip, one_host: bool) -> Estimate:
     """Returns the roofline of a step; links between hosts are slower for GPUs."""
+    peak = chip.flops32 if work.float32 else chip.flops
     return Estimate(
-        (work.model_flops + work.other_flops) / chip.flops,
+        (work.model_flops + work.again_flops) / peak + work.optimizer_flops / chip.flops32,
         work.memory_bytes / chip.bandwidth,
         work.link_bytes / (chip.link if one_host else min(chip.link, chip.network)),
         work,
@@ -73,11 +80,13 @@ def estimate(work: Work, chip: Chip, one_host: bool) -> Estimate:
     )
 
 
-def memory_bytes(memory: dict[str, float], compute_itemsize: int) -> float:
-    """Bytes that a step moves, of `flops.memory_estimate`'s purposes (see `ASSUMPTIONS`)."""
-    weights = memory["parameters"] / 4 * compute_itemsize  # stored in float32
-    return (
-        4 * weights
-        + 2 * (memory["parameters"] + memory["gradients"] + memory["optimizer state"])
-        + 2 * memory["kept activations"]
-    )
+def memory_bytes(memory: dict[str, float], weights_in_use: float, micro_batches: int) -> float:
+    """Bytes that a step moves (see `ASSUMPTIONS`).
+
+    Args:
+        memory: Of `flops.memory_estimate`, whose activations are those of one micro-batch.
+        weights_in_use: Bytes of the weights as a device multiplies with them, gathered.
+        micro_batches: Of a step.
+    """
+    each = 3 * weights_in_use + 2 * memory["gradients"] + 2 * memory["kept activations"]
+    return micro_batches * each + 2 * (memory["parameters"] + memory["optimizer state"])

@@ -95,6 +95,7 @@ class NormAgnostic(nnx.Module):
             "encode_gain_init": 1.0,
             "embedding_std": 1.0,
             "router_weight": "plain",
+            "implementation": "auto",  # of the update, see pallas_kernels.nag_update
         }
 
     @staticmethod
@@ -104,13 +105,21 @@ class NormAgnostic(nnx.Module):
 
     @staticmethod
     def implementations(config: ConfigDict) -> list[tuple[str, str, str]]:
-        """(operation, implementation, reason), for the header of a run."""
-        name, reason = choose(
-            "auto",
-            platform_in_use(),
-            width=config.model.d_model,
-            dtype=config.model.compute_dtype,
-        )
+        """(operation, implementation, reason), for the header of a run.
+
+        Raises:
+            UserError: The implementation asked for cannot serve here, or under
+                `model.strict_kernels` no fused one can.
+        """
+        try:
+            name, reason = choose(
+                config.model.connection.implementation,
+                platform_in_use(),
+                width=config.model.d_model,
+                dtypes=(config.model.compute_dtype,),
+            )
+        except ValueError as error:
+            raise UserError(f"model.connection.implementation: {error}") from error
         if config.model.strict_kernels and name == "reference":
             raise UserError(f"model.strict_kernels is set and no fused update serves: {reason}")
         return [("residual update", name, reason)]
@@ -125,6 +134,7 @@ class NormAgnostic(nnx.Module):
         alpha = jnp.asarray(index, jnp.float32) ** -options.alpha_exponent
         self.alpha = declare(alpha, (), "gate")
         self.alpha_exponent = options.alpha_exponent
+        self.implementation = options.implementation
         self.unit_router_weight = options.router_weight == "unit"
         self.modulator = NormModulator(
             d_model,
@@ -158,7 +168,9 @@ class NormAgnostic(nnx.Module):
                 weight = weight / jax.lax.stop_gradient(weight)
             gain = gain * weight
         spec = rows_spec(gain.shape[0], jax.sharding.get_abstract_mesh())
-        direction, log_gain = nag_update(direction, out.y, gain, token_spec=spec)
+        direction, log_gain = nag_update(
+            direction, out.y, gain, implementation=self.implementation, token_spec=spec
+        )
         return Written((direction, log_norm + log_gain.astype(log_norm.dtype)), gain)
 
     def _gain(self, gate: Gate, context: Context) -> Float[Array, "B T"]:

@@ -60,7 +60,7 @@ def build_optimizer(
     labels = role_tree(infos)
     flat = flatten(infos)
     matrices = {
-        path: _matrix_axes(info, config.get("split_heads", False))
+        path: matrix_axes(info, config.get("split_heads", False))
         for path, info in flat.items()
         if info.role == "matrix"
     }
@@ -88,7 +88,7 @@ def build_optimizer(
     return optax.GradientTransformationExtraArgs(init, chain.update), schedule
 
 
-def _matrix_axes(info: ParamInfo, split_heads: bool) -> MatrixAxes:
+def matrix_axes(info: ParamInfo, split_heads: bool) -> MatrixAxes:
     """The axes of a parameter's matrix; heads are no part of it where they are split."""
     axes = (
         tuple(i for i in side if not (split_heads and info.axes[i] in HEADS))

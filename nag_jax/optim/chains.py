@@ -52,10 +52,10 @@ def decoupled(
     Returns:
       The chain.
     """
-    if known_to_be(0, weight_decay):
-        decay = optax.identity()
-    elif isinstance(direction, StartsLate):
+    if isinstance(direction, StartsLate):
         decay = _late_decay(weight_decay)
+    elif known_to_be(0, weight_decay):
+        decay = optax.identity()
     else:
         decay = optax.add_decayed_weights(weight_decay)
     return optax.chain(direction, decay, optax.scale_by_learning_rate(learning_rate))
@@ -66,12 +66,14 @@ def _late_decay(weight_decay: float) -> optax.GradientTransformation:
         del params
         return DecayState(jnp.zeros((), jnp.int32))
 
-    def update(updates, state, params):
+    def update(updates, state, params=None):
+        new_state = DecayState(state.step + 1)
+        if known_to_be(0, weight_decay):
+            return updates, new_state
+        if params is None:
+            raise ValueError("weight decay needs the parameters: update(updates, state, params)")
         decay = jnp.where(state.step == 0, 0.0, weight_decay)
-        return (
-            jax.tree.map(lambda u, p: u + decay.astype(u.dtype) * p, updates, params),
-            DecayState(state.step + 1),
-        )
+        return jax.tree.map(lambda u, p: u + decay.astype(u.dtype) * p, updates, params), new_state
 
     return optax.GradientTransformation(init, update)
 

@@ -23,7 +23,7 @@ _BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _COLLECTIVE = re.compile(rf"= (.+?) ({'|'.join(KINDS)})(-start)?\(")
-_ARRAY = re.compile(r"\b([a-z]+\d+|pred)\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b([a-z]+\d+\w*|pred)\[([\d,]*)\]")
 _GROUPS = re.compile(
     r"replica_groups=(\{\{[\d,{} ]*\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
 )
@@ -152,11 +152,9 @@ def _collective(
     line: str, match: re.Match, times: int, conditional: bool, num_devices: int
 ) -> Collective:
     shape, kind, asynchronous = match[1], match[2], bool(match[3])
+    if asynchronous and kind != "all-reduce":
+        shape = _elements(shape)[1]  # (inputs, outputs, and what the device needs)
     arrays = _ARRAY.findall(shape)
-    if asynchronous and kind in ("all-gather", "collective-permute"):
-        arrays = arrays[len(arrays) // 2 :]  # (inputs, outputs): only the latter
-        if kind == "collective-permute":
-            arrays = arrays[:1]
     size = sum(_size(dtype, lengths) for dtype, lengths in arrays)
     devices = num_devices if kind == "collective-permute" else _group_size(line, num_devices)
     share = (devices - 1) / devices
@@ -169,6 +167,18 @@ def _collective(
     name = re.search(r'op_name="([^"]*)"', line)
     source = name[1] if name else ""
     return Collective(kind, devices, round(sent), times, conditional, shape, source)
+
+
+def _elements(shape: str) -> list[str]:
+    """The parts of a tuple's shape, "(a, (b, c), d)", at its outermost level."""
+    parts, depth = [""], 0
+    for character in shape[1:-1]:
+        depth += {"(": 1, "{": 1, "[": 1, ")": -1, "}": -1, "]": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
 
 
 def _size(dtype: str, lengths: str) -> int:

@@ -1,6 +1,6 @@
 """Devices that are not there: accelerators of a topology, to compile for and never to run on.
 
-TPU needs libtpu (`pip install 'nag-jax[tpu]'`), NVIDIA GPU the CUDA plugin of JAX and ptxas.
+TPU needs libtpu (`pip install 'jax[tpu]'`), NVIDIA GPU the CUDA plugin of JAX and ptxas.
 """
 
 import functools
@@ -8,6 +8,8 @@ import importlib.util
 import os
 import re
 import shutil
+
+from etils import epath
 
 from nag_jax.analysis.hardware import CHIPS, Chip
 from nag_jax.errors import UserError
@@ -61,7 +63,9 @@ def absent_devices(name: str) -> list:
     chip, shape = parse_topology(name)
     if chip == "cpu":
         devices = jax.devices("cpu")
-        if len(shape) > 1 or len(devices) != shape[0]:
+        if len(shape) > 1:
+            raise UserError(f"--topology={name}: CPUs are cpu:count, such as cpu:8")
+        if len(devices) != shape[0]:
             raise UserError(f"--topology={name}: this process has {len(devices)} CPU devices")
         return devices
     if CHIPS[chip].platform == "tpu":
@@ -71,8 +75,11 @@ def absent_devices(name: str) -> list:
         told = {"platform": "tpu", "topology_name": f"{chip}:{'x'.join(map(str, shape))}"}
     else:
         _require("jax_cuda13_plugin", "NVIDIA GPUs", "pip install 'jax[cuda13]'")
-        if shutil.which("ptxas") is None and importlib.util.find_spec("nvidia.cuda_nvcc") is None:
-            raise UserError(f"--topology={name}: ptxas of the CUDA toolkit is not on PATH")
+        if not _has_ptxas():
+            raise UserError(
+                f"--topology={name}: ptxas must be installed, by the CUDA toolkit or by "
+                "pip install nvidia-cuda-nvcc"
+            )
         if len(shape) > 2:
             raise UserError(f"--topology={name}: GPUs are {chip}:count or {chip}:hostsxcount")
         told = {
@@ -93,6 +100,19 @@ def target_config(chip: Chip) -> str:
         name=f"NVIDIA {chip.name.split()[0]}",
         bandwidth=round(chip.bandwidth),
         memory=round(chip.memory),
+    )
+
+
+def _has_ptxas() -> bool:
+    """On PATH, or in a wheel of CUDA 12 or 13."""
+    if shutil.which("ptxas"):
+        return True
+    nvidia = importlib.util.find_spec("nvidia")
+    folders = list(nvidia.submodule_search_locations or ()) if nvidia else []
+    return any(
+        (epath.Path(folder) / wheel / "bin" / "ptxas").exists()
+        for folder in folders
+        for wheel in ("cu13", "cuda_nvcc")
     )
 
 

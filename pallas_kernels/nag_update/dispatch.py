@@ -1,7 +1,8 @@
 """Chooses the implementation of the norm-agnostic update, and splits its tokens over a mesh."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,28 +20,29 @@ class Kernel(NamedTuple):
 
     Attributes:
         platform: Where it runs; elsewhere it is interpreted, slowly, if it is asked for.
-        refusal: (width, dtype) -> why it cannot serve, or nothing.
-        run: (direction, branch, gain, interpret) -> update.
+        refusal: (width, dtypes of direction and branch) -> why it cannot serve, or nothing.
+        forward: (direction, branch, gain, interpret) -> (updated, log_gain).
+        backward: (direction, branch, gain, d_updated, d_log_gain, interpret) -> (d_direction,
+            d_branch, d_gain).
     """
 
     platform: str
-    refusal: Callable[[int, jnp.dtype], str]
-    run: Callable[..., Update]
+    refusal: Callable[[int, Sequence[jnp.dtype]], str]
+    forward: Callable[..., Update]
+    backward: Callable[..., tuple[Array, Array, Array]]
 
 
 KERNELS = {
-    "mosaic_tpu": Kernel("tpu", mosaic_tpu.refusal, mosaic_tpu.nag_update_mosaic_tpu),
-    "pallas_triton": Kernel("gpu", pallas_triton.refusal, pallas_triton.nag_update_pallas_triton),
+    "mosaic_tpu": Kernel("tpu", mosaic_tpu.refusal, mosaic_tpu.forward, mosaic_tpu.backward),
+    "pallas_triton": Kernel(
+        "gpu", pallas_triton.refusal, pallas_triton.forward, pallas_triton.backward
+    ),
 }
 IMPLEMENTATIONS = ("reference", *KERNELS)
 
 
 def choose(
-    implementation: str,
-    platform: str,
-    *,
-    width: int,
-    dtype: str | jnp.dtype,
+    implementation: str, platform: str, *, width: int, dtypes: Sequence[Any]
 ) -> tuple[str, str]:
     """Names the implementation that `nag_update` runs and says why.
 
@@ -48,7 +50,7 @@ def choose(
         implementation: "auto" or a name in `IMPLEMENTATIONS`.
         platform: "cpu", "gpu" or "tpu".
         width: d.
-        dtype: Of the direction.
+        dtypes: Of direction and branch.
 
     Returns:
         (name, reason). "auto" takes the platform's kernel where it can serve.
@@ -56,12 +58,12 @@ def choose(
     Raises:
         ValueError: If the name is unknown, or the kernel asked for cannot serve.
     """
-    dtype = jnp.dtype(dtype)
+    dtypes = [jnp.dtype(dtype) for dtype in dtypes]
     if implementation == "auto":
         refusals = []
         for name, kernel in KERNELS.items():
             if kernel.platform == platform:
-                refusal = kernel.refusal(width, dtype)
+                refusal = kernel.refusal(width, dtypes)
                 if not refusal:
                     return name, "fused, forward and backward"
                 refusals.append(f"{name} {refusal}")
@@ -77,7 +79,7 @@ def choose(
     kernel = KERNELS[implementation]
     if kernel.platform != platform:
         return implementation, f"asked for; interpreted on {platform.upper()}, slow"
-    if refusal := kernel.refusal(width, dtype):
+    if refusal := kernel.refusal(width, dtypes):
         raise ValueError(f"implementation {implementation!r} of nag_update {refusal}")
     return implementation, "asked for"
 
@@ -106,21 +108,44 @@ def nag_update(
         The new direction (dtype of `direction`) and the growth of the log-norm (at least float32).
 
     Raises:
-        ValueError: As `choose`.
+        ValueError: As `choose`, and for shapes that do not go together.
     """
+    if branch.shape != direction.shape or gain.shape != direction.shape[:-1]:
+        raise ValueError(
+            f"nag_update takes a direction and a branch [*tokens, d] and a gain [*tokens], not "
+            f"{direction.shape}, {branch.shape} and {gain.shape}"
+        )
     platform = platform_in_use()
-    name, _ = choose(implementation, platform, width=direction.shape[-1], dtype=direction.dtype)
-    if name == "reference":
+    dtypes = (direction.dtype, branch.dtype)
+    name, _ = choose(implementation, platform, width=direction.shape[-1], dtypes=dtypes)
+    if name == "reference" or direction.size == 0:
         return nag_update_reference(direction, branch, gain)
-    kernel = KERNELS[name]
-    interpret = kernel.platform != platform
+    return _fused(direction, branch, gain, name, KERNELS[name].platform != platform, token_spec)
 
-    def run(direction, branch, gain):
-        return kernel.run(direction, branch, gain, interpret)
 
+# Each pass is mapped over the mesh by itself: the transpose of a mapped call would add gradients up
+# over the mesh axes that do not split tokens, though all devices along them have the same.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _fused(direction, branch, gain, name, interpret, spec):
+    run = functools.partial(KERNELS[name].forward, interpret=interpret)
+    return _on_each_device(run, spec, 2)(direction, branch, gain)
+
+
+def _fused_forward(direction, branch, gain, name, interpret, spec):
+    return _fused(direction, branch, gain, name, interpret, spec), (direction, branch, gain)
+
+
+def _fused_backward(name, interpret, spec, residuals, cotangents):
+    run = functools.partial(KERNELS[name].backward, interpret=interpret)
+    return _on_each_device(run, spec, 3)(*residuals, *cotangents)
+
+
+_fused.defvjp(_fused_forward, _fused_backward)
+
+
+def _on_each_device(run: Callable, spec: jax.sharding.PartitionSpec | None, outputs: int):
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or mesh.are_all_axes_manual:
-        return run(direction, branch, gain)
-    spec = jax.P() if token_spec is None else token_spec
-    mapped = jax.shard_map(run, in_specs=spec, out_specs=(spec, spec), check_vma=False)
-    return mapped(direction, branch, gain)
+        return run
+    spec = jax.P() if spec is None else spec
+    return jax.shard_map(run, in_specs=spec, out_specs=(spec,) * outputs, check_vma=False)

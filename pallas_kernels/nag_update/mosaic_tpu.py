@@ -5,8 +5,8 @@ its vector-Jacobian product) on them, and reads and writes every array once. The
 recomputes from the inputs; nothing else is kept.
 """
 
-import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -25,11 +25,12 @@ BUDGET = 12 * 2**20
 LIVE = {"forward": 4, "backward": 8}
 
 
-def refusal(width: int, dtype: jnp.dtype) -> str:
+def refusal(width: int, dtypes: Sequence[jnp.dtype]) -> str:
     """Why the kernel cannot serve, or nothing."""
-    if dtype not in (jnp.float32, jnp.bfloat16):
-        return f"takes float32 and bfloat16, not {dtype.name}"
-    if _bytes(width, dtype.itemsize, "backward") * ROWS > BUDGET:
+    for dtype in dtypes:
+        if dtype not in (jnp.float32, jnp.bfloat16):
+            return f"takes float32 and bfloat16, not {dtype.name}"
+    if _bytes(width, max(dtype.itemsize for dtype in dtypes), "backward") * ROWS > BUDGET:
         return f"has no room for tokens of width {width}"
     return ""
 
@@ -74,7 +75,8 @@ def layout_of(shape: tuple[int, ...], itemsize: int, kind: str) -> Layout:
     *leading, width = shape
     rows = block_rows(width, itemsize, kind)
     last = leading[-1] if leading else 1
-    # Merging axes is free where tiles do not straddle them.
+    # Merging axes is free where tiles do not straddle them. Short rows, such as those of decoding,
+    # are merged all the same: a tile for each would be mostly empty.
     if len(leading) < 2 or last % ROWS == 0 or last < ROWS:
         outer, tokens = 1, math.prod(leading)
     else:
@@ -83,16 +85,15 @@ def layout_of(shape: tuple[int, ...], itemsize: int, kind: str) -> Layout:
     return Layout(outer, tokens, rows, -(-tokens // rows))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def nag_update_mosaic_tpu(
+def forward(
     direction: Float[Array, "*tokens d"],
     branch: Float[Array, "*tokens d"],
     gain: Float[Array, "*tokens"],
-    interpret: bool = False,
+    interpret: bool,
 ) -> tuple[Float[Array, "*tokens d"], Float[Array, "*tokens"]]:
-    """As `reference.nag_update_reference`; `interpret` runs the kernel without a TPU."""
+    """`reference.with_pass_through`; `interpret` runs the kernel without a TPU."""
     statistics = jnp.promote_types(direction.dtype, jnp.float32)
-    updated, log_gain = _call(
+    return _call(
         _forward_body,
         "forward",
         wide=(direction, branch),
@@ -101,29 +102,28 @@ def nag_update_mosaic_tpu(
         out_narrow=(statistics,),
         interpret=interpret,
     )
-    return updated, log_gain
 
 
-def _forward(direction, branch, gain, interpret):
-    return nag_update_mosaic_tpu(direction, branch, gain, interpret), (direction, branch, gain)
-
-
-def _backward(interpret, residuals, cotangents):
-    direction, branch, gain = residuals
+def backward(
+    direction: Float[Array, "*tokens d"],
+    branch: Float[Array, "*tokens d"],
+    gain: Float[Array, "*tokens"],
+    d_updated: Float[Array, "*tokens d"],
+    d_log_gain: Float[Array, "*tokens"],
+    interpret: bool,
+) -> tuple[Float[Array, "*tokens d"], Float[Array, "*tokens d"], Float[Array, "*tokens"]]:
+    """The vector-Jacobian product of `reference.update_formula`, for every token."""
     statistics = jnp.promote_types(direction.dtype, jnp.float32)
     d_direction, d_branch, d_gain = _call(
         _backward_body,
         "backward",
-        wide=(direction, branch, cotangents[0].astype(direction.dtype)),
-        narrow=(gain.astype(statistics), cotangents[1].astype(statistics)),
+        wide=(direction, branch, d_updated),
+        narrow=(gain.astype(statistics), d_log_gain),
         out_wide=(direction.dtype, branch.dtype),
         out_narrow=(statistics,),
         interpret=interpret,
     )
     return d_direction, d_branch, d_gain.astype(gain.dtype)
-
-
-nag_update_mosaic_tpu.defvjp(_forward, _backward)
 
 
 def _forward_body(direction, branch, gain, updated, log_gain):

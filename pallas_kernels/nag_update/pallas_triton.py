@@ -7,6 +7,7 @@ is loaded with zeros behind its features.
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,23 +25,23 @@ MAX_WIDTH = 2 * ENTRIES * 32 * MAX_WARPS
 LEAST = 256
 
 
-def refusal(width: int, dtype: jnp.dtype) -> str:
+def refusal(width: int, dtypes: Sequence[jnp.dtype]) -> str:
     """Why the kernel cannot serve, or nothing."""
-    if dtype not in (jnp.float32, jnp.bfloat16):
-        return f"takes float32 and bfloat16, not {dtype.name}"
+    for dtype in dtypes:
+        if dtype not in (jnp.float32, jnp.bfloat16):
+            return f"takes float32 and bfloat16, not {dtype.name}"
     if width > MAX_WIDTH:
         return f"has no room for tokens of width {width}"
     return ""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def nag_update_pallas_triton(
+def forward(
     direction: Float[Array, "*tokens d"],
     branch: Float[Array, "*tokens d"],
     gain: Float[Array, "*tokens"],
-    interpret: bool = False,
+    interpret: bool,
 ) -> tuple[Float[Array, "*tokens d"], Float[Array, "*tokens"]]:
-    """As `reference.nag_update_reference`; `interpret` runs the kernel without a GPU."""
+    """`reference.with_pass_through`; `interpret` runs the kernel without a GPU."""
     statistics = jnp.promote_types(direction.dtype, jnp.float32)
     return _call(
         with_pass_through,
@@ -51,12 +52,15 @@ def nag_update_pallas_triton(
     )
 
 
-def _forward(direction, branch, gain, interpret):
-    return nag_update_pallas_triton(direction, branch, gain, interpret), (direction, branch, gain)
-
-
-def _backward(interpret, residuals, cotangents):
-    direction, branch, gain = residuals
+def backward(
+    direction: Float[Array, "*tokens d"],
+    branch: Float[Array, "*tokens d"],
+    gain: Float[Array, "*tokens"],
+    d_updated: Float[Array, "*tokens d"],
+    d_log_gain: Float[Array, "*tokens"],
+    interpret: bool,
+) -> tuple[Float[Array, "*tokens d"], Float[Array, "*tokens d"], Float[Array, "*tokens"]]:
+    """The vector-Jacobian product of `reference.update_formula`, for every token."""
     wide = gain.astype(jnp.promote_types(direction.dtype, jnp.float32))
 
     def pull_back(direction, branch, gain, d_updated, d_log_gain, width):
@@ -66,14 +70,11 @@ def _backward(interpret, residuals, cotangents):
     d_direction, d_branch, d_gain = _call(
         pull_back,
         "backward",
-        inputs=(direction, branch, wide, *cotangents),
+        inputs=(direction, branch, wide, d_updated, d_log_gain),
         outputs=(direction, branch, wide),
         interpret=interpret,
     )
     return d_direction, d_branch, d_gain.astype(gain.dtype)
-
-
-nag_update_pallas_triton.defvjp(_forward, _backward)
 
 
 def _call(body, kind, *, inputs, outputs, interpret):
@@ -114,6 +115,11 @@ def _call(body, kind, *, inputs, outputs, interpret):
         ],
         compiler_params=plgpu.CompilerParams(
             num_warps=max(1, min(MAX_WARPS, rows * padded // (32 * ENTRIES))), num_stages=1
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops={"forward": 16, "backward": 45}[kind] * tokens * width,
+            transcendentals=2 * tokens,
+            bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in (*inputs, *outputs)),
         ),
         interpret=interpret,
     )(*flat)

@@ -12,13 +12,15 @@ from nag_jax.sharding.topologies import absent_devices, parse_topology, target_c
 
 def test_a_step_is_bound_by_its_slowest_part():
     chip = CHIPS["h200"]
-    work = Work(989e12, 0.5 * 989e12, 4800e9, 900e9, tokens=1000, devices=8)
+    work = Work(989e12, 0.4 * 989e12, 0.1 * 67e12, 4800e9, 900e9, 1000, 8, float32=False)
     found = estimate(work, chip, one_host=True)
     assert (found.compute, found.memory, found.links) == (1.5, 1.0, 2.0)
     assert (found.bound, found.total) == (2.0, 4.5)
     # What is computed again is no use: utilisation counts the model's own.
     assert found.utilisation(found.bound) == 0.5
     assert estimate(work, chip, one_host=False).links == 18.0
+    slow = estimate(work._replace(float32=True), chip, one_host=True)
+    assert slow.compute == pytest.approx(1.4 * 989 / 67 + 0.1)
 
 
 def test_bytes_of_memory():
@@ -29,7 +31,10 @@ def test_bytes_of_memory():
         "kept activations": 1000,
         "workspace": 5000,
     }
-    assert memory_bytes(memory, compute_itemsize=2) == 4 * 200 + 2 * 1600 + 2 * 1000
+    assert memory_bytes(memory, 200, 1) == 3 * 200 + 2 * 400 + 2 * 1000 + 2 * 1200
+    # Half the rows at a time: as many activations in all, and weights and gradients twice.
+    halves = memory_bytes(memory | {"kept activations": 500}, 200, 2)
+    assert halves == memory_bytes(memory, 200, 1) + 3 * 200 + 2 * 400
 
 
 def info(shape, rows, columns, role="matrix"):
@@ -40,11 +45,17 @@ def test_flops_of_an_update():
     infos = {"w": info((3, 4, 10), (1,), (2,)), "b": info((7,), (), (), "bias")}
     # Five times A = X X^T, A A and (b A + c A A) X of 4 x 10, for three matrices.
     one = 5 * (2 * 4 * 4 * 10 + 2 * 4**3 + 2 * 4 * 4 * 10)
-    assert update_flops({"kind": "muon", "newton_schulz_steps": 5}, infos) == 3 * one
-    assert update_flops({"kind": "adamw"}, infos) == 0
-    for kind in ("soap", "shampoo", "kl_shampoo"):
+    assert update_flops({"kind": "muon", "newton_schulz_steps": 5}, infos) == (3 * one, 0)
+    assert update_flops({"kind": "adamw"}, infos) == (0, 0)
+    shampoo = {"kind": "shampoo", "refresh_every": 2, "block_size": 5}
+    # Two blocks of 4 x 5 in each matrix: eigh at 9 n^3 and the root's product, and both factors.
+    roots, factors = 11 * (4**3 + 5**3) / 2, 4 * 4 * 5 * (4 + 5)
+    assert update_flops(shampoo, infos) == (6 * roots, 6 * factors)
+    for kind in ("soap", "kl_shampoo"):
         often = update_flops({"kind": kind, "refresh_every": 1}, infos)
-        assert often > update_flops({"kind": kind, "refresh_every": 10}, infos) > 0
+        seldom = update_flops({"kind": kind, "refresh_every": 10}, infos)
+        assert often.shared == pytest.approx(10 * seldom.shared) and seldom.shared > 0
+        assert often.repeated == seldom.repeated > 0
 
 
 @pytest.mark.parametrize("name", ["v9:2x2", "v5e", "v5e:2x", "4x4", "h100:0", ""])

@@ -282,7 +282,7 @@ def test_a_token_that_is_not_finite_stays_alone(implementation):
 
 def test_implementations_are_named():
     def chosen(name, platform="tpu", width=64, dtype="bfloat16"):
-        return choose(name, platform, width=width, dtype=dtype)
+        return choose(name, platform, width=width, dtypes=("float32", dtype))
 
     assert chosen("auto") == ("mosaic_tpu", "fused, forward and backward")
     assert chosen("mosaic_tpu") == ("mosaic_tpu", "asked for")
@@ -298,3 +298,28 @@ def test_implementations_are_named():
         chosen("mosaic_tpu", dtype="float64")
     with pytest.raises(ValueError, match="unknown implementation 'cuda'.*auto, reference"):
         nag_update(jnp.ones(3), jnp.ones(3), jnp.ones(()), implementation="cuda")
+    with pytest.raises(ValueError, match=r"not \(2, 3\), \(2, 3\) and \(\)"):
+        nag_update(jnp.ones((2, 3)), jnp.ones((2, 3)), jnp.ones(()))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")], ids=str)
+def test_direction_and_branch_of_different_dtypes(dtypes, implementation):
+    r, f, a = (jnp.asarray(x, jnp.float32) for x in example((5, 40)))
+    r, f = (x.astype(dtype) for x, dtype in zip((r, f), dtypes, strict=True))
+    cotangents = (f.astype(jnp.float32), jnp.ones(5))
+    got = update_and_gradients((r, f, a), cotangents, implementation)
+    wanted = update_and_gradients((r, f, a), cotangents, "reference")
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(
+            np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=1e-2, atol=1e-2
+        )
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_tokens(implementation):
+    inputs = (jnp.ones((2, 0, 8)), jnp.ones((2, 0, 8)), jnp.ones((2, 0)))
+    (out, growth), gradients = update_and_gradients(inputs, inputs[1:], implementation)
+    assert out.shape == (2, 0, 8) and growth.shape == (2, 0)
+    assert [x.shape for x in gradients] == [x.shape for x in inputs]

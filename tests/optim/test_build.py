@@ -166,12 +166,15 @@ def test_the_whole_gradient_is_clipped_in_float32():
     )
 
 
-def test_state_has_the_same_structure_without_decay_and_clip():
+@pytest.mark.parametrize("kind", ["muon", "soap", "shampoo"])
+def test_state_has_the_same_structure_without_decay_and_clip(kind):
     """So that turning one off is a change of numbers, not of the checkpoint's layout."""
     infos = model_infos()
     params = random_like(infos, 4)
     structures = [
-        jax.tree.structure(build_optimizer(config(**changes), TOTAL, infos)[0].init(params))
+        jax.tree.structure(
+            build_optimizer(config(kind=kind, **changes), TOTAL, infos)[0].init(params)
+        )
         for changes in ({}, {"weight_decay": 0.0, "clip_norm": 0.0}, {"embedding_decay": 0.1})
     ]
     assert structures[0] == structures[1] == structures[2]

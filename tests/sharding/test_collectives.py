@@ -62,6 +62,26 @@ def test_a_program_read_from_its_text():
     assert found[1].source == "a/b"
 
 
+@pytest.mark.parametrize(
+    "line, size",
+    [
+        ("(f32[8,4]{1,0}, f32[8,4]{1,0}, u32[], u32[]) collective-permute-start(%x)", 128),
+        (
+            "((f32[8,4]{1,0}), f32[2,4]{1,0}) reduce-scatter-start(%x), replica_groups={{0,1,2,3}}",
+            96,
+        ),
+        ("(f32[2,4]{1,0:T(8,128)}, f32[8,4]{1,0}) all-gather-start(%x), replica_groups={}", 96),
+        ("((f32[8,4]), f32[8,4], u32[]) all-to-all-start(%x), replica_groups={}", 96),
+        ("f32[8,4]{1,0} all-reduce-start(%x), replica_groups={}, to_apply=%add", 192),
+        ("f8e4m3fn[8,4]{1,0} all-gather(%x), replica_groups={}", 24),
+    ],
+)
+def test_asynchronous_collectives_and_small_floats(line, size):
+    """Their shapes hold inputs, outputs and more; outputs count."""
+    text = f"ENTRY %main (x: f32[8,4]) -> f32[8,4] {{\n  %one = {line}\n}}\n"
+    assert [one.bytes for one in collectives(text, 4)] == [size]
+
+
 def test_a_loop_counted_by_its_condition():
     """Compiled for TPU a loop does not say how often it runs, but its condition does."""
     text = LOOP.replace("known_trip_count", "other").replace(
