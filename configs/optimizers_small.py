@@ -37,7 +37,7 @@ def get_config(arg: str = "") -> ConfigDict:
         {
             "data": {
                 "tokenizer": {"kind": "bytes"},
-                "row_length": 256,
+                "row_length": 128,
                 "validation_bytes": 60_000,
             },
             "model": {
@@ -54,7 +54,7 @@ def get_config(arg: str = "") -> ConfigDict:
                 "rate_multiplier": {"embedding": embedding / rate},
                 "schedule": {"warmup_steps": 10},
             },
-            "train": {"steps": 100, "batch_size": 4},
+            "train": {"steps": 100, "batch_size": 8},
             "evaluation": {"every": 50, "batch_size": 16},
         }
     )
