@@ -232,7 +232,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
     ]
     # Leaves that only some kinds have follow from the kind, unless they are all that differs.
     everywhere = [key for key in varied if all(key in run.leaves for run in runs)]
-    own = [key for key in varied if key not in everywhere and _differs_within(runs, key)]
+    own = [key for key in varied if key not in everywhere and _differs_within_kind(runs, key)]
     return [
         ", ".join(
             f"{'.'.join(key.split('.')[-2:])}={run.leaves[key]}"
@@ -246,8 +246,14 @@ def labels(runs: Sequence[Run]) -> list[str]:
 _ABSENT = object()
 
 
-def _differs_within(runs: Sequence[Run], key: str) -> bool:
-    return len({str(run.leaves[key]) for run in runs if key in run.leaves}) > 1
+def _differs_within_kind(runs: Sequence[Run], key: str) -> bool:
+    """Whether runs that chose the same kind of part differ in a key of it."""
+    kind = f"{key.rpartition('.')[0]}.kind"
+    values: dict[str, set[str]] = {}
+    for run in runs:
+        if key in run.leaves:
+            values.setdefault(str(run.leaves.get(kind)), set()).add(str(run.leaves[key]))
+    return any(len(found) > 1 for found in values.values())
 
 
 def _group(label: str, runs: Sequence[Run], at: str, budget: float) -> Group:

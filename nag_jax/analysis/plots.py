@@ -4,6 +4,8 @@ Figures are made without pyplot, so nothing global is touched and no display is 
 """
 
 import io
+import string
+import textwrap
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -105,13 +107,17 @@ def depth_figure(
 
 def comparison_figure(comparison: Comparison) -> Figure:
     """The metric of each group against its cost, and each run's value at the budget."""
-    figure = Figure(figsize=(11, 4.4), **_STYLE)
+    # Labels may be long: letters stand for them in the plot, lines below it spell them out.
+    lines = ["\n".join(textwrap.wrap(group.label, 120)) for group in comparison.groups]
+    height = 4.4 + 0.2 * sum(line.count("\n") + 1 for line in lines)
+    figure = Figure(figsize=(11, height), **_STYLE)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    letters = [string.ascii_uppercase[i % 26] * (1 + i // 26) for i in range(len(lines))]
     for i, group in enumerate(comparison.groups):
         colour = _COLOURS[i % len(_COLOURS)]
         style = ("-", *_BASELINE_STYLES)[i // len(_COLOURS) % 4]
         cost, mean = _columns(group.curve)
-        left.plot(cost, mean, style, color=colour, linewidth=1.8, label=group.label)
+        left.plot(cost, mean, style, color=colour, linewidth=1.8, label=f"{letters[i]}: {lines[i]}")
         values = _finite(list(group.values.values()))
         right.plot(values, np.full(len(values), i), "o", color=colour, alpha=0.6)
         right.plot([np.mean(values)], [i], "|", color=colour, markersize=18, markeredgewidth=2)
@@ -121,11 +127,12 @@ def comparison_figure(comparison: Comparison) -> Figure:
     _log_scale(left)
     _finish(left)
     right.set(xlabel=comparison.metric, title=f"At {comparison.budget:,.4g} {comparison.at}")
-    right.set_yticks(range(len(comparison.groups)), [group.label for group in comparison.groups])
-    right.tick_params(axis="y", labelsize=8)
+    right.set_yticks(range(len(letters)), letters)
     right.invert_yaxis()
     right.grid(True, axis="x", color="#dddddd", linewidth=0.6)
     right.spines[["top", "right"]].set_visible(False)
+    left.get_legend().remove()
+    figure.legend(loc="outside lower left", frameon=False, fontsize=8)
     return figure
 
 

@@ -163,12 +163,11 @@ class _Shampoo:
             self.names += GRAFT_MOMENTS
 
     def init(self, blocks: Blocks, dtype: Any) -> dict[str, Array]:
-        zeros = jnp.zeros((*blocks.batch, blocks.rows, blocks.columns), dtype)
+        shape = (*blocks.batch, blocks.rows, blocks.columns)
+        moments = ("momentum", *(GRAFT_MOMENTS if self._graft_eps is not None else ()))
         factors = factors_of(blocks, self._max_side, dtype)
-        arrays = {"momentum": zeros} | factors
+        arrays = {name: jnp.zeros(shape, dtype) for name in moments} | factors
         arrays |= {ROOTS[side]: identity_like(factor) for side, factor in factors.items()}
-        if self._graft_eps is not None:
-            arrays |= dict.fromkeys(GRAFT_MOMENTS, zeros)
         return arrays
 
     def update(

@@ -126,10 +126,10 @@ class _Soap:
         self._max_side = max_side
 
     def init(self, blocks: Blocks, dtype: Any) -> dict[str, Array]:
-        moment = jnp.zeros((*blocks.batch, blocks.rows, blocks.columns), dtype)
+        shape = (*blocks.batch, blocks.rows, blocks.columns)
         factors = factors_of(blocks, self._max_side, dtype)
         return (
-            {"first_moment": moment, "second_moment": moment}
+            {name: jnp.zeros(shape, dtype) for name in ("first_moment", "second_moment")}
             | factors
             | {BASES[side]: identity_like(factor) for side, factor in factors.items()}
         )

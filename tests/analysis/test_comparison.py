@@ -111,10 +111,12 @@ def test_an_interval_of_one_value_is_unknown():
 def test_the_figure_has_a_line_and_points_for_each_group():
     figure = plots.comparison_figure(compare(RUNS, "loss", "tokens"))
     left, right = figure.axes
-    assert [text.get_text() for text in left.get_legend().get_texts()] == [
-        "optimizer.kind=soap",
-        "optimizer.kind=muon",
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "A: optimizer.kind=soap",
+        "B: optimizer.kind=muon",
     ]
+    assert [text.get_text() for text in right.get_yticklabels()] == ["A", "B"]
     np.testing.assert_allclose(left.lines[0].get_xdata(), [1000, 2000, 3000])
     np.testing.assert_allclose(left.lines[0].get_ydata(), [4.1, 9.5 / 3, 6.8 / 3])
     np.testing.assert_allclose(right.lines[2].get_xdata(), [3.0, 3.1, 3.8])

@@ -84,6 +84,13 @@ def signature(tree):
     return jax.tree.structure(tree), types
 
 
+def test_state_can_be_donated_as_init_returns_it(name):
+    """No two arrays of it are one: a buffer cannot be given away twice."""
+    transform, _ = made(name)
+    leaves = jax.tree.leaves(transform.init(random_like(INFOS, 6)))
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_tree_shapes_and_dtypes_are_stable_and_compile_once(name, dtype):
     transform, _ = made(name)
