@@ -84,7 +84,7 @@ class _Planner:
     """Plans configs for one topology."""
 
     def __init__(self, topology: str, devices: list, vocab_size: int):
-        from nag_jax.analysis.hardware import CHIPS
+        from nag_jax.sharding.hardware import CHIPS
 
         self.topology, self.devices, self.vocab_size = topology, devices, vocab_size
         self.chip = CHIPS.get(topology.partition(":")[0])

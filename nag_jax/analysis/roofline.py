@@ -6,7 +6,7 @@ nothing overlapped. Neither knows of latencies, of kernels that fall short of th
 
 from typing import NamedTuple
 
-from nag_jax.analysis.hardware import Chip
+from nag_jax.sharding.hardware import Chip
 
 ASSUMPTIONS = (
     "Products run at the chip's published peak: bfloat16's, or float32's where the model computes "

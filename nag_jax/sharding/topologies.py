@@ -11,8 +11,8 @@ import shutil
 
 from etils import epath
 
-from nag_jax.analysis.hardware import CHIPS, Chip
 from nag_jax.errors import UserError
+from nag_jax.sharding.hardware import CHIPS, Chip
 
 # The facts of a Hopper GPU that the compiler asks for.
 _HOPPER = (

@@ -2,11 +2,11 @@
 
 import pytest
 
-from nag_jax.analysis.hardware import CHIPS
 from nag_jax.analysis.optimizer_flops import update_flops
 from nag_jax.analysis.roofline import Work, estimate, memory_bytes
 from nag_jax.errors import UserError
 from nag_jax.parameters import ParamInfo
+from nag_jax.sharding.hardware import CHIPS
 from nag_jax.sharding.topologies import absent_devices, parse_topology, target_config
 
 

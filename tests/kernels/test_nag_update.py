@@ -15,6 +15,18 @@ from pallas_kernels.nag_update import IMPLEMENTATIONS, choose
 DELTA, TINY = 1e-5, 1e-20
 SHAPES = [(3,), (1, 5), (300, 5), (2, 7, 64), (4, 257)]
 DTYPES = {"float64": 1e-11, "float32": 2e-5, "bfloat16": 1.5e-2}
+# Interpreted, the kernel for GPU takes as long as that for TPU: in the slow suite.
+EACH = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name == "pallas_triton"))
+    for name in IMPLEMENTATIONS
+]
+# float64 is the definition's alone.
+EACH_DTYPE = [
+    pytest.param(name, dtype, marks=[pytest.mark.slow] * (name == "pallas_triton"))
+    for name in IMPLEMENTATIONS
+    for dtype in DTYPES
+    if name == "reference" or dtype != "float64"
+]
 
 
 def unit_update(r, f):
@@ -103,8 +115,7 @@ def assert_close(actual, expected, tolerance):
     assert np.all(error <= limit), np.max(error / limit) * tolerance
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("implementation, dtype", EACH_DTYPE)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values_and_gradients(shape, dtype, implementation, x64):
     tolerance = DTYPES[dtype]
@@ -131,9 +142,8 @@ def test_values_and_gradients(shape, dtype, implementation, x64):
         )
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation, dtype", EACH_DTYPE)
 @pytest.mark.parametrize("branch_rms", [1e-8, 6e-3, 1e-3, 1e3])
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_scale_of_the_branch_is_irrelevant(branch_rms, dtype, implementation, x64):
     """Equal to the paper's own equations, without floors, at any branch scale."""
     inputs, (r, f, a) = rounded(example((6, 64), branch_rms=branch_rms), dtype)
@@ -147,8 +157,7 @@ def test_the_scale_of_the_branch_is_irrelevant(branch_rms, dtype, implementation
     np.testing.assert_allclose(growth, 0.5 * np.log(1 + a**2), rtol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("implementation, dtype", EACH_DTYPE)
 @pytest.mark.parametrize("gain", [0.0, 1e-6, 1.0, 1e4])
 @pytest.mark.parametrize("branch", ["zero", "constant", "parallel", "tiny"])
 def test_degenerate_branches(branch, gain, dtype, implementation, x64):
@@ -173,7 +182,7 @@ def test_degenerate_branches(branch, gain, dtype, implementation, x64):
         np.testing.assert_array_equal(growth, 0)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", EACH)
 def test_a_huge_gain_replaces_the_direction(implementation, x64):
     r, f, a = example((5, 64), gain=1e12)
     out, growth = nag_update(*map(jnp.asarray, (r, f, a)), implementation=implementation)
@@ -181,8 +190,7 @@ def test_a_huge_gain_replaces_the_direction(implementation, x64):
     np.testing.assert_allclose(growth, np.log(1e12), rtol=1e-8)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("implementation, dtype", EACH_DTYPE)
 def test_gain_zero_passes_bit_for_bit_and_still_learns(dtype, implementation, x64):
     """Untouched, also beside other tokens, while the gain's gradient is <cotangent, u>."""
     r, f, a = example((64, 33))
@@ -236,7 +244,7 @@ def test_invariants(width, seed, log_scale, gain):
     np.testing.assert_allclose(twice[1], growth, rtol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", EACH[1:])
 def test_works_under_jit_vmap_scan_and_checkpoint(implementation):
     """Values and gradients, also of tokens whose axes do not fill a tile."""
     update = functools.partial(nag_update, implementation=implementation)
@@ -264,7 +272,7 @@ def test_works_under_jit_vmap_scan_and_checkpoint(implementation):
         )
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", EACH)
 def test_a_token_that_is_not_finite_stays_alone(implementation):
     inputs = [jnp.asarray(x, jnp.float32) for x in example((7, 24))]
     broken = [x.at[3].set(jnp.nan) for x in inputs]
@@ -302,7 +310,7 @@ def test_implementations_are_named():
         nag_update(jnp.ones((2, 3)), jnp.ones((2, 3)), jnp.ones(()))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", EACH)
 @pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")], ids=str)
 def test_direction_and_branch_of_different_dtypes(dtypes, implementation):
     r, f, a = (jnp.asarray(x, jnp.float32) for x in example((5, 40)))
@@ -317,7 +325,7 @@ def test_direction_and_branch_of_different_dtypes(dtypes, implementation):
         )
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", EACH)
 def test_no_tokens(implementation):
     inputs = (jnp.ones((2, 0, 8)), jnp.ones((2, 0, 8)), jnp.ones((2, 0)))
     (out, growth), gradients = update_and_gradients(inputs, inputs[1:], implementation)

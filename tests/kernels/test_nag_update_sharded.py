@@ -40,7 +40,10 @@ for spec in (jax.P("data"), jax.P(("data", "tensor")), None):
 """
 
 
-@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize(
+    "implementation",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "mosaic_tpu")) for name in KERNELS],
+)
 def test_on_a_mesh_each_device_updates_its_own_tokens(implementation):
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",

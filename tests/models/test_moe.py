@@ -115,7 +115,7 @@ CASES = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name, marks=[pytest.mark.slow] if "unit" in name else [])
+        pytest.param(case, id=name, marks=[pytest.mark.slow] * ("nag" in name))
         for name, case in CASES.items()
     ],
 )

@@ -111,17 +111,18 @@ for kind in ("soap", "shampoo", "kl_shampoo"):
     assert sum(always.values()) <= 28 * share and "all-gather" not in always, (kind, always)
 """
 
-MORE = ("shampoo", "kl_shampoo", "spectral")
+MORE = ("adamw", "shampoo", "kl_shampoo", "spectral")
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["adamw", "muon", "soap", *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE)],
+    ["muon", "soap", *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE)],
 )
 def test_eight_devices_equal_one(kind):
     run(SCRIPT, kind)
 
 
+@pytest.mark.slow
 def test_what_an_update_sends():
     """Collectives of the compiled update: nothing that another layout of the work would spare."""
     run(SENT)

@@ -16,6 +16,7 @@ def test_one_device(rows, length, k):
     check(None, "gather", rows, k, length)
 
 
+@pytest.mark.slow
 def test_eight_devices():
     out = run_on_eight_devices("experts_on_devices.py")
     assert out.count("checked") == 10
