@@ -88,8 +88,9 @@ class _Planner:
 
         self.topology, self.devices, self.vocab_size = topology, devices, vocab_size
         self.chip = CHIPS.get(topology.partition(":")[0])
+        self._state: Any = None
 
-    def plan(self, config: ConfigDict, compiled: bool = True) -> Plan:
+    def plan(self, config: ConfigDict) -> Plan:
         """Builds the step, and compiles it.
 
         Raises:
@@ -97,22 +98,42 @@ class _Planner:
         """
         import jax
 
-        from nag_jax.config import validate, validate_devices
         from nag_jax.models.transformer import build_model
         from nag_jax.optim import build_optimizer
-        from nag_jax.sharding.mesh import make_mesh
         from nag_jax.training.header import implementations
 
-        validate(config)
-        validate_devices(config, len(self.devices))
-        mesh = make_mesh(config.mesh, self.devices)
+        mesh = self._mesh(config)
         with jax.set_mesh(mesh):
             implementations(config)
         model = build_model(config, self.vocab_size)
         optimizer, schedule = build_optimizer(config.optimizer, config.train.steps, model.infos)
-        plan = Plan(config, model, mesh, optimizer, None)
-        plan = plan._replace(estimate=self._estimate(plan))
-        return self._compiled(plan, schedule) if compiled else plan
+        return self._compiled(Plan(config, model, mesh, optimizer, None), schedule)
+
+    def estimated(self, config: ConfigDict, like: Plan) -> Plan:
+        """A plan that is not compiled, with the model of another one that differs in no size.
+
+        Raises:
+            UserError: As `plan`.
+        """
+        plan = like._replace(config=config, mesh=self._mesh(config), collectives=())
+        return plan._replace(estimate=self._estimate(plan))
+
+    def uncompiled(self, config: ConfigDict) -> Plan:
+        """The model and the optimizer of a config, for `estimated`; its mesh is not looked at."""
+        from nag_jax.models.transformer import build_model
+        from nag_jax.optim import build_optimizer
+
+        model = build_model(config, self.vocab_size)
+        optimizer, _ = build_optimizer(config.optimizer, config.train.steps, model.infos)
+        return Plan(config, model, None, optimizer, None)
+
+    def _mesh(self, config: ConfigDict):
+        from nag_jax.config import validate, validate_devices
+        from nag_jax.sharding.mesh import make_mesh
+
+        validate(config)
+        validate_devices(config, len(self.devices))
+        return make_mesh(config.mesh, self.devices)
 
     def _compiled(self, plan: Plan, schedule) -> Plan:
         from nag_jax.sharding.collectives import collectives
@@ -199,11 +220,16 @@ class _Planner:
 
     def memory_estimate(self, plan: Plan) -> dict[str, float]:
         """The formula's bytes on a device, by purpose."""
-        from nag_jax.analysis.flops import memory_estimate
-        from nag_jax.training.state import abstract_state
+        import jax
 
-        state = abstract_state(plan.model, plan.optimizer, plan.mesh).opt_state
-        return memory_estimate(plan.model.infos, plan.config, state, plan.mesh)
+        from nag_jax.analysis.flops import memory_estimate
+
+        if self._state is None:  # sizes alone, which no mesh changes
+            params = jax.tree.map(
+                lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), plan.model.infos
+            )
+            self._state = jax.eval_shape(plan.optimizer.init, params)
+        return memory_estimate(plan.model.infos, plan.config, self._state, plan.mesh)
 
     def print(self, plan: Plan, steps: int) -> None:
         """The whole report."""
@@ -312,13 +338,13 @@ def _search(planner: _Planner, config: ConfigDict, flag_values: Any) -> int:
 
     if planner.chip is None:
         raise UserError("--search needs a chip whose speed is known, not cpu")
-    found, valid = [], 0
+    found, valid, like = [], 0, planner.uncompiled(config)
     for values in _variants(config, len(planner.devices)):
         variant = config.copy_and_resolve_references()
         for (node, key), value in values.items():
             variant[node][key] = value
         try:
-            plan = planner.plan(variant, compiled=False)
+            plan = planner.estimated(variant, like)
         except UserError:
             continue  # this mesh or micro-batch does not divide the model or the batch
         valid += 1
