@@ -267,9 +267,10 @@ class _Planner:
             for name, part in (
                 ("compute", found.compute),
                 ("memory", found.memory),
-                ("links", found.links),
+                ("links", None if plan.collectives is None else found.links),
             ):
-                table.add_row(f"seconds of {name}", f"{part:.4g}")
+                told = "not counted, and in no line below" if part is None else f"{part:.4g}"
+                table.add_row(f"seconds of {name}", told)
             for name, seconds in (("lower bound", found.bound), ("without overlap", found.total)):
                 days = seconds * steps / 86400
                 table.add_row(
