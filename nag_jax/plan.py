@@ -295,19 +295,10 @@ def _lower(plan: Plan, schedule):
 
     from nag_jax.sharding.rules import batch_sharding
     from nag_jax.training.state import abstract_state
-    from nag_jax.training.step import jit_train_step, train_step
+    from nag_jax.training.step import configured_step, jit_train_step
 
     config = plan.config
-    function = train_step(
-        plan.model,
-        plan.optimizer,
-        schedule,
-        steps=config.train.steps,
-        accumulation=config.train.accumulation,
-        taps=config.train.taps,
-        skip_not_finite=config.train.nan_policy == "skip",
-        optimizer_diagnostics=config.train.optimizer_diagnostics,
-    )
+    function = configured_step(config, plan.model, plan.optimizer, schedule)
     shape = (config.train.batch_size, config.data.row_length + 1)
     sharding = batch_sharding(plan.mesh)
     batch = {

@@ -42,7 +42,7 @@ from nag_jax.training.header import implementations, print_header
 from nag_jax.training.metrics import MetricsWriter
 from nag_jax.training.progress import Progress, measure_matmul_peak
 from nag_jax.training.state import TrainState
-from nag_jax.training.step import jit_train_step, train_step
+from nag_jax.training.step import configured_step, jit_train_step
 from nag_jax.training.stop import StopRequest
 from nag_jax.training.workdir import only_run, require_possible, require_shared
 
@@ -119,16 +119,7 @@ def train(
             print(f"This run is complete: all {position.step} steps are done.")
             return Outcome(position.step, True, None)
         _probe(config, model, state, mesh)
-        function = train_step(
-            model,
-            optimizer,
-            schedule,
-            steps=config.train.steps,
-            accumulation=config.train.accumulation,
-            taps=config.train.taps,
-            skip_not_finite=config.train.nan_policy == "skip",
-            optimizer_diagnostics=config.train.optimizer_diagnostics,
-        )
+        function = configured_step(config, model, optimizer, schedule)
         stretch = _Stretch(config, workdir, checkpoints, prepared, mesh, model, position)
         with stretch.stop.listening(), jax.set_mesh(mesh):
             return stretch.run(state, jit_train_step(function, model, optimizer, mesh))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
 
 from nag_jax.models.transformer import LanguageModel
 from nag_jax.optim.diagnostics import diagnostics, failures
@@ -145,6 +146,25 @@ def train_step(
         return new, metrics
 
     return step_function
+
+
+def configured_step(
+    config: ConfigDict,
+    model: LanguageModel,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+) -> Callable:
+    """Returns `train_step` as a complete config wants it."""
+    return train_step(
+        model,
+        optimizer,
+        schedule,
+        steps=config.train.steps,
+        accumulation=config.train.accumulation,
+        taps=config.train.taps,
+        skip_not_finite=config.train.nan_policy == "skip",
+        optimizer_diagnostics=config.train.optimizer_diagnostics,
+    )
 
 
 def jit_train_step(
