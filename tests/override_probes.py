@@ -227,12 +227,12 @@ def run(config, folder: pathlib.Path, trace: bool = False) -> Any:
         trace: Whether to add the program of its real training step.
     """
     watched = Watched()
-    real_train_step, real_stream = loop.train_step, loop.pipeline.TrainingStream
+    real_step, real_stream = loop.configured_step, loop.pipeline.TrainingStream
 
-    def train_step(model, optimizer, schedule, **options):
+    def configured_step(config, model, optimizer, schedule):
         if trace:
             state = abstract_state(model, optimizer, loop.make_mesh(config.mesh, jax.devices()))
-            function = real_train_step(model, optimizer, schedule, **options)
+            function = real_step(config, model, optimizer, schedule)
             batch = _batch(config.train.batch_size, config.data.row_length)
             watched.note("step", _program(function, state, batch))
 
@@ -270,7 +270,7 @@ def run(config, folder: pathlib.Path, trace: bool = False) -> Any:
     )
     with contextlib.ExitStack() as stack:
         for target, replacement in (
-            (loop, {"train_step": train_step, "make_evaluator": make_evaluator}),
+            (loop, {"configured_step": configured_step, "make_evaluator": make_evaluator}),
             (loop, {"Progress": progress, "print_header": lambda *args: None}),
             (loop, {"measure_matmul_peak": lambda dtype: 1.0}),
             (loop.pipeline, {"TrainingStream": stream}),

@@ -199,7 +199,7 @@ def no_training(monkeypatch):
     def never(*args, **options):
         raise AssertionError("the training step was built")
 
-    monkeypatch.setattr(loop, "train_step", never)
+    monkeypatch.setattr(loop, "configured_step", never)
 
 
 def train(tiny_run, workdir, *flags, **changes):
@@ -379,7 +379,7 @@ def test_exhausted_memory_is_one_sentence(tiny_run, tmp_path, monkeypatch, error
     def fails(*args, **options):
         raise error
 
-    monkeypatch.setattr(loop, "train_step", fails)
+    monkeypatch.setattr(loop, "configured_step", fails)
     done = train(tiny_run, tmp_path / "run")
     assert done.code == 1
     assert done.err.startswith("failed: not enough memory: ") and done.err.count("\n") == 1
