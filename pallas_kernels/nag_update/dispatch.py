@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.nag_update import mosaic_tpu, pallas_triton
-from pallas_kernels.nag_update.reference import nag_update_reference
+from pallas_kernels.nag_update.gradient import joint_sums, separate_sums, update_gradient
+from pallas_kernels.nag_update.reference import with_pass_through
 from pallas_kernels.platform import platform_in_use
 
 Update = tuple[Float[Array, "*tokens d"], Float[Array, "*tokens"]]
@@ -119,8 +120,26 @@ def nag_update(
     dtypes = (direction.dtype, branch.dtype)
     name, _ = choose(implementation, platform, width=direction.shape[-1], dtypes=dtypes)
     if name == "reference" or direction.size == 0:
-        return nag_update_reference(direction, branch, gain)
+        return _plain(direction, branch, gain)
     return _fused(direction, branch, gain, name, KERNELS[name].platform != platform, token_spec)
+
+
+@jax.custom_vjp
+def _plain(direction, branch, gain):
+    return with_pass_through(direction, branch, gain)
+
+
+def _plain_forward(direction, branch, gain):
+    return _plain(direction, branch, gain), (direction, branch, gain)
+
+
+def _plain_backward(residuals, cotangents):
+    # XLA for CPU makes a loop over the tokens of each sum; other compilers join them by themselves.
+    sums = joint_sums if platform_in_use() == "cpu" else separate_sums
+    return update_gradient(*residuals, *cotangents, sums=sums)
+
+
+_plain.defvjp(_plain_forward, _plain_backward)
 
 
 # Each pass is mapped over the mesh by itself: the transpose of a mapped call would add gradients up

@@ -1,7 +1,7 @@
 """The norm-agnostic update as one Pallas kernel for TPU, forward and backward.
 
 Each kernel holds some whole tokens in VMEM, computes the definition (`reference.update_formula`, or
-its vector-Jacobian product) on them, and reads and writes every array once. The backward kernel
+`gradient.update_gradient`) on them, and reads and writes every array once. The backward kernel
 recomputes from the inputs; nothing else is kept.
 """
 
@@ -15,7 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.nag_update.reference import update_formula, with_pass_through
+from pallas_kernels.nag_update.gradient import update_gradient
+from pallas_kernels.nag_update.reference import with_pass_through
 
 LANES = 128
 ROWS = 16  # of a tile of bfloat16; float32 has 8
@@ -112,7 +113,7 @@ def backward(
     d_log_gain: Float[Array, "*tokens"],
     interpret: bool,
 ) -> tuple[Float[Array, "*tokens d"], Float[Array, "*tokens d"], Float[Array, "*tokens"]]:
-    """The vector-Jacobian product of `reference.update_formula`, for every token."""
+    """`gradient.update_gradient`."""
     statistics = jnp.promote_types(direction.dtype, jnp.float32)
     d_direction, d_branch, d_gain = _call(
         _backward_body,
@@ -133,9 +134,9 @@ def _forward_body(direction, branch, gain, updated, log_gain):
 
 def _backward_body(direction, branch, d_updated, gain, d_log_gain, *outputs):
     d_direction, d_branch, d_gain = outputs
-    inputs = direction[0], branch[0], gain[0, 0, 0]
-    _, pull_back = jax.vjp(update_formula, *inputs)
-    d_direction[0], d_branch[0], d_gain[0, 0, 0] = pull_back((d_updated[0], d_log_gain[0, 0, 0]))
+    d_direction[0], d_branch[0], d_gain[0, 0, 0] = update_gradient(
+        direction[0], branch[0], gain[0, 0, 0], d_updated[0], d_log_gain[0, 0, 0]
+    )
 
 
 def _call(body, kind, *, wide, narrow, out_wide, out_narrow, interpret):
@@ -165,7 +166,7 @@ def _call(body, kind, *, wide, narrow, out_wide, out_narrow, interpret):
         + [jax.ShapeDtypeStruct((outer, blocks, 1, rows), dtype) for dtype in out_narrow],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         cost_estimate=pl.CostEstimate(
-            flops={"forward": 16, "backward": 45}[kind] * count,
+            flops={"forward": 16, "backward": 42}[kind] * count,
             transcendentals=outer * tokens * 2,
             bytes_accessed=count * sum(dtype.itemsize for dtype in moved)
             + 4 * outer * tokens * (len(narrow) + len(out_narrow)),

@@ -1,11 +1,10 @@
 """The norm-agnostic update as one Pallas kernel for NVIDIA GPUs, lowered through Triton.
 
 A program holds one token, or a few narrow ones, in registers, and computes the definition on it
-(`reference.update_formula`, or its vector-Jacobian product). Triton wants powers of 2, so a token
+(`reference.update_formula`, or `gradient.update_gradient`). Triton wants powers of 2, so a token
 is loaded with zeros behind its features.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -15,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.nag_update.reference import update_formula, with_pass_through
+from pallas_kernels.nag_update.gradient import update_gradient
+from pallas_kernels.nag_update.reference import with_pass_through
 
 # Entries of a token that a thread holds; more spill in the backward pass.
 ENTRIES = 8
@@ -60,15 +60,10 @@ def backward(
     d_log_gain: Float[Array, "*tokens"],
     interpret: bool,
 ) -> tuple[Float[Array, "*tokens d"], Float[Array, "*tokens d"], Float[Array, "*tokens"]]:
-    """The vector-Jacobian product of `reference.update_formula`, for every token."""
+    """`gradient.update_gradient`."""
     wide = gain.astype(jnp.promote_types(direction.dtype, jnp.float32))
-
-    def pull_back(direction, branch, gain, d_updated, d_log_gain, width):
-        _, back = jax.vjp(functools.partial(update_formula, width=width), direction, branch, gain)
-        return back((d_updated, d_log_gain))
-
     d_direction, d_branch, d_gain = _call(
-        pull_back,
+        update_gradient,
         "backward",
         inputs=(direction, branch, wide, d_updated, d_log_gain),
         outputs=(direction, branch, wide),
@@ -99,7 +94,7 @@ def _call(body, kind, *, inputs, outputs, interpret):
             at, mask = place(ref)
             return plgpu.load(at, mask=mask, other=0.0)
 
-        results = body(*map(load, refs[: len(inputs)]), width)
+        results = body(*map(load, refs[: len(inputs)]), width=width)
         for ref, result in zip(refs[len(inputs) :], results, strict=True):
             at, mask = place(ref)
             plgpu.store(at, result.astype(ref.dtype), mask=mask)
@@ -117,7 +112,7 @@ def _call(body, kind, *, inputs, outputs, interpret):
             num_warps=max(1, min(MAX_WARPS, rows * padded // (32 * ENTRIES))), num_stages=1
         ),
         cost_estimate=pl.CostEstimate(
-            flops={"forward": 16, "backward": 45}[kind] * tokens * width,
+            flops={"forward": 16, "backward": 42}[kind] * tokens * width,
             transcendentals=2 * tokens,
             bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in (*inputs, *outputs)),
         ),

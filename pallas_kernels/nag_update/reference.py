@@ -39,12 +39,9 @@ def update_formula(
     r = direction.astype(statistics)
     f = branch.astype(statistics)
     a = gain.astype(statistics)[..., None]
-    padded = r.shape[-1]
-    width = padded if width is None else width
+    width = r.shape[-1] if width is None else width
 
-    f = f - jnp.sum(f, axis=-1, keepdims=True) / width
-    if padded > width:
-        f = jnp.where(jax.lax.broadcasted_iota(jnp.int32, f.shape, f.ndim - 1) < width, f, 0.0)
+    f = features_of(f - jnp.sum(f, axis=-1, keepdims=True) / width, width)
     along = jnp.sum(f * r, axis=-1, keepdims=True) / jnp.sum(r * r, axis=-1, keepdims=True)
     orthogonal = f - along * r  # (10)
     orthogonal_sq = jnp.sum(orthogonal * orthogonal, axis=-1, keepdims=True)
@@ -56,6 +53,13 @@ def update_formula(
     rms = jnp.sqrt(jnp.sum(written * written, axis=-1, keepdims=True) / width)
     log_gain = 0.5 * jnp.log1p(a * a * (orthogonal_sq * inverse * inverse))  # (15)
     return (written / rms).astype(direction.dtype), log_gain[..., 0]  # (17)
+
+
+def features_of(x: Float[Array, "*tokens padded"], width: int) -> Float[Array, "*tokens padded"]:
+    """`x` with zeros behind its first `width` features."""
+    if x.shape[-1] == width:
+        return x
+    return jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) < width, x, 0.0)
 
 
 def with_pass_through(
@@ -71,24 +75,3 @@ def with_pass_through(
     """
     updated, log_gain = update_formula(direction, branch, gain, width)
     return jnp.where(gain[..., None] == 0, direction, updated), log_gain
-
-
-@jax.custom_vjp
-def nag_update_reference(direction, branch, gain):
-    """`with_pass_through`, whose gradient is that of the formula for every token.
-
-    A gain that starts at 0, or a skipped layer, could never learn otherwise.
-    """
-    return with_pass_through(direction, branch, gain)
-
-
-def _forward(direction, branch, gain):
-    return nag_update_reference(direction, branch, gain), (direction, branch, gain)
-
-
-def _backward(residuals, cotangents):
-    _, pull_back = jax.vjp(update_formula, *residuals)
-    return pull_back(cotangents)
-
-
-nag_update_reference.defvjp(_forward, _backward)
