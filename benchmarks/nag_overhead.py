@@ -123,6 +123,7 @@ def _cost(
                     "kind": "gqa",
                     "num_heads": width // 64,
                     "num_kv_heads": width // 128,
+                    "query_chunk": length,
                 },
                 "feedforward": {"kind": "swiglu", "hidden": 3 * width},
                 "connection": connection,
