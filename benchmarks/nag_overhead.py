@@ -5,7 +5,7 @@
 
 Without a topology both training steps take turns on this machine, at equal shapes. With one, both
 are compiled for one of its chips, with nothing attached, without chunks and with unrolled scans:
-compilers count the body of a loop once. FLOPs, bytes and their time at the chip's peaks are compared.
+compilers count the body of a loop once. FLOPs and bytes are compared, by their times at peak.
 """
 
 import functools
