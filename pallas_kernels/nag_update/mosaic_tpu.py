@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.nag_update.limits import dtype_refusal
 from pallas_kernels.nag_update.reference import update_formula, with_pass_through
 
 LANES = 128
@@ -27,9 +28,8 @@ LIVE = {"forward": 4, "backward": 8}
 
 def refusal(width: int, dtypes: Sequence[jnp.dtype]) -> str:
     """Why the kernel cannot serve, or nothing."""
-    for dtype in dtypes:
-        if dtype not in (jnp.float32, jnp.bfloat16):
-            return f"takes float32 and bfloat16, not {dtype.name}"
+    if refused := dtype_refusal(dtypes):
+        return refused
     if _bytes(width, max(dtype.itemsize for dtype in dtypes), "backward") * ROWS > BUDGET:
         return f"has no room for tokens of width {width}"
     return ""

@@ -1,0 +1,141 @@
+"""The norm-agnostic update as one Triton kernel, called through jax-triton, an optional extra."""
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import math
+import os
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from pallas_kernels.nag_update import triton_blocks
+
+
+def refusal(width: int, dtypes: Sequence[jnp.dtype]) -> str:
+    """Why the kernel cannot serve, or nothing."""
+    return triton_blocks.refusal(width, dtypes) or _missing()
+
+
+@functools.cache
+def _missing() -> str:
+    """Why jax-triton cannot be used, or nothing."""
+    if importlib.util.find_spec("jax_triton") is None:
+        return "needs jax-triton: pip install 'nag-jax[triton]'"
+    try:
+        importlib.import_module("jax_triton")
+    except Exception as error:  # such as a jax without its plugin for CUDA
+        return f"cannot import jax-triton: {str(error).splitlines()[0]}"
+    # Not every pair of versions works, which shows where a call is lowered. There is no rule for
+    # CPU, and nothing is compiled on the way to that.
+    one = jnp.zeros((1, 3)), jnp.zeros((1, 3)), jnp.zeros(1)
+    try:
+        jax.jit(functools.partial(forward, interpret=False)).trace(*one).lower(
+            lowering_platforms=("cpu",)
+        )
+    except NotImplementedError:
+        return ""
+    except Exception as error:
+        version = importlib.metadata.version("jax-triton")
+        reason = str(error).splitlines()[0]
+        return f"cannot use jax-triton {version} with jax {jax.__version__}: {reason}"
+    return ""
+
+
+def interpreter_refusal() -> str:
+    """Why the kernel cannot be interpreted, or nothing."""
+    if importlib.util.find_spec("triton") is None:
+        return "cannot be interpreted without triton: pip install 'nag-jax[triton]'"
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return "is interpreted only where TRITON_INTERPRET=1 is set in the environment"
+    return ""
+
+
+def forward(
+    direction: Float[Array, "*tokens d"],
+    branch: Float[Array, "*tokens d"],
+    gain: Float[Array, "*tokens"],
+    interpret: bool,
+) -> tuple[Float[Array, "*tokens d"], Float[Array, "*tokens"]]:
+    """`reference.with_pass_through`; `interpret` runs the kernel in Triton's interpreter."""
+    gain = gain.astype(jnp.promote_types(direction.dtype, jnp.float32))
+    updated, growth = _call(
+        "forward_kernel",
+        inputs=(direction, branch, gain),
+        outputs=(direction, gain),
+        interpret=interpret,
+    )
+    return updated, 0.5 * jnp.log1p(growth)
+
+
+def backward(
+    direction: Float[Array, "*tokens d"],
+    branch: Float[Array, "*tokens d"],
+    gain: Float[Array, "*tokens"],
+    d_updated: Float[Array, "*tokens d"],
+    d_log_gain: Float[Array, "*tokens"],
+    interpret: bool,
+) -> tuple[Float[Array, "*tokens d"], Float[Array, "*tokens d"], Float[Array, "*tokens"]]:
+    """The vector-Jacobian product of `reference.update_formula`, for every token."""
+    wide = gain.astype(jnp.promote_types(direction.dtype, jnp.float32))
+    d_direction, d_branch, d_gain = _call(
+        "backward_kernel",
+        inputs=(direction, branch, wide, d_updated, d_log_gain),
+        outputs=(direction, branch, wide),
+        interpret=interpret,
+    )
+    return d_direction, d_branch, d_gain.astype(gain.dtype)
+
+
+def _call(name, *, inputs, outputs, interpret):
+    """Runs a kernel over arrays [*tokens(, d)] that lie row by row; outputs like `outputs`."""
+    from pallas_kernels.nag_update import triton_kernels
+
+    kernel = getattr(triton_kernels, name)
+    *leading, width = inputs[0].shape
+    tokens = math.prod(leading)
+    rows, padded, warps = triton_blocks.blocks_of(width)
+    grid = (pl.cdiv(tokens, rows),)
+    sizes = {"tokens": tokens, "width": width, "rows": rows, "padded": padded}
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
+    if interpret:
+        run = functools.partial(_interpreted, kernel, grid, sizes, shapes)
+        return jax.pure_callback(run, shapes, *inputs, vmap_method="sequential")
+    import jax_triton
+
+    call = jax_triton.triton_call
+    shape = "out_type" if "out_type" in inspect.signature(call).parameters else "out_shape"
+    return call(
+        *inputs,
+        kernel=kernel,
+        grid=grid,
+        name=f"nag_update_{name.removesuffix('_kernel')}",
+        num_warps=warps,
+        num_stages=1,
+        **{shape: shapes},
+        **sizes,
+    )
+
+
+def _interpreted(kernel, grid, sizes, shapes, *inputs):
+    """The kernel's outputs on NumPy arrays, whose addresses stand for those of a GPU's memory."""
+    from triton import language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    arrays = [np.ascontiguousarray(x) for x in inputs] + [
+        np.empty(x.shape, x.dtype) for x in shapes
+    ]
+
+    def pointer(array):
+        bits = 8 * array.itemsize
+        kind = tl.pointer_type(tl.dtype("bf16" if array.dtype.name == "bfloat16" else f"fp{bits}"))
+        return tl.tensor(TensorHandle(np.array([array.ctypes.data], np.uint64), kind), kind)
+
+    kernel[grid](*map(pointer, arrays), **sizes)
+    return arrays[len(inputs) :]
