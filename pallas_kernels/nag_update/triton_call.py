@@ -32,6 +32,8 @@ def _missing() -> str:
         importlib.import_module("jax_triton")
     except Exception as error:  # such as a jax without its plugin for CUDA
         return f"cannot import jax-triton: {str(error).splitlines()[0]}"
+    if _old_signature() and jax.default_backend() != "gpu":
+        return "needs jax-triton 0.4 to be compiled where there is no GPU"
     # Not every pair of versions works, which shows where a call is lowered. There is no rule for
     # CPU, and nothing is compiled on the way to that.
     one = jnp.zeros((1, 3)), jnp.zeros((1, 3)), jnp.zeros(1)
@@ -46,6 +48,12 @@ def _missing() -> str:
         reason = str(error).splitlines()[0]
         return f"cannot use jax-triton {version} with jax {jax.__version__}: {reason}"
     return ""
+
+
+def _old_signature() -> bool:
+    """Whether jax-triton is older than 0.4, where it also asks the GPU itself what it is."""
+    call = importlib.import_module("jax_triton").triton_call
+    return "out_type" not in inspect.signature(call).parameters
 
 
 def interpreter_refusal() -> str:
@@ -109,16 +117,20 @@ def _call(name, *, inputs, outputs, interpret):
         return jax.pure_callback(run, shapes, *inputs, vmap_method="sequential")
     import jax_triton
 
-    call = jax_triton.triton_call
-    shape = "out_type" if "out_type" in inspect.signature(call).parameters else "out_shape"
-    return call(
+    if _old_signature():
+        options = {"out_shape": shapes}
+    else:
+        # Triton writes the newest PTX that its own assembler reads, and JAX assembles it with that
+        # of the CUDA toolkit, which may be older. This version, of CUDA 12.9, has all GPUs of 2025.
+        options = {"out_type": shapes, "backend_options": {"ptx_version": 88}}
+    return jax_triton.triton_call(
         *inputs,
         kernel=kernel,
         grid=grid,
         name=f"nag_update_{name.removesuffix('_kernel')}",
         num_warps=warps,
         num_stages=1,
-        **{shape: shapes},
+        **options,
         **sizes,
     )
 
