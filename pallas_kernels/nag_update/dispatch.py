@@ -44,7 +44,13 @@ KERNELS = {
         pallas_triton.backward,
         pallas_triton.missing,
     ),
-    "mosaic_gpu": Kernel("gpu", mosaic_gpu.refusal, mosaic_gpu.forward, mosaic_gpu.backward),
+    "mosaic_gpu": Kernel(
+        "gpu",
+        mosaic_gpu.refusal,
+        mosaic_gpu.forward,
+        mosaic_gpu.backward,
+        mosaic_gpu.interpreter_refusal,
+    ),
     "triton": Kernel(
         "gpu",
         triton_call.refusal,

@@ -9,16 +9,10 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.nag_update.limits import dtype_refusal
 from pallas_kernels.nag_update.one_token import backward_token, forward_token
-
-try:
-    from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
-except ImportError:  # JAX before 0.11
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 STRIP = 128
 MAX_WIDTH = 4096  # more spills registers in the backward pass
@@ -36,6 +30,13 @@ def refusal(width: int, dtypes: Sequence[jnp.dtype]) -> str:
     if jax.default_backend() == "gpu" and float(jax.devices()[0].compute_capability) < 9:
         return "needs a GPU of the Hopper generation or newer"
     return ""
+
+
+def interpreter_refusal() -> str:
+    """Why the kernel is not interpreted where a model runs; tests interpret it all the same."""
+    return (
+        "cannot be interpreted in a model: JAX's interpreter for it takes one device, and no remat"
+    )
 
 
 def forward(
@@ -78,7 +79,10 @@ def backward(
 
 def _call(body, kind, *, inputs, outputs, interpret):
     """Runs `body` on one token at a time; arrays are [*tokens(, d)], outputs like `outputs`."""
-    *leading, width = inputs[0].shape
+    # Not needed to import the package, and slow to import.
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    *leading, _ = inputs[0].shape
     tokens = math.prod(leading)
 
     def flat(shape):
@@ -97,6 +101,14 @@ def _call(body, kind, *, inputs, outputs, interpret):
         grid_names=("token",),
         kernel_name=f"nag_update_{kind}",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=InterpretGPUParams() if interpret else None,
+        interpret=_interpreter() if interpret else None,
     )(*(x.reshape(flat(x.shape)) for x in inputs))
     return tuple(result.reshape(x.shape) for result, x in zip(results, outputs, strict=True))
+
+
+def _interpreter():
+    try:
+        from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
+    except ImportError:  # JAX before 0.11
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+    return InterpretGPUParams()
