@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import math
 import os
+import threading
 from collections.abc import Sequence
 
 import jax
@@ -16,6 +17,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels.nag_update import triton_blocks
+
+_INTERPRETER = threading.Lock()  # it keeps the program's number in a global
 
 
 def refusal(width: int, dtypes: Sequence[jnp.dtype]) -> str:
@@ -62,6 +65,8 @@ def interpreter_refusal() -> str:
         return "cannot be interpreted without triton: pip install 'nag-jax[triton]'"
     if os.environ.get("TRITON_INTERPRET") != "1":
         return "is interpreted only where TRITON_INTERPRET=1 is set in the environment"
+    if jax.device_count() > 1:  # calls back into Python, for which several devices' steps can wait
+        return "is interpreted on one device only"
     return ""
 
 
@@ -149,5 +154,6 @@ def _interpreted(kernel, grid, sizes, shapes, *inputs):
         kind = tl.pointer_type(tl.dtype("bf16" if array.dtype.name == "bfloat16" else f"fp{bits}"))
         return tl.tensor(TensorHandle(np.array([array.ctypes.data], np.uint64), kind), kind)
 
-    kernel[grid](*map(pointer, arrays), **sizes)
+    with _INTERPRETER:
+        kernel[grid](*map(pointer, arrays), **sizes)
     return arrays[len(inputs) :]
