@@ -1,8 +1,11 @@
-"""What every fused kernel of the update takes."""
+"""What every fused kernel of the update takes: dtypes, and work."""
 
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+
+# Of an entry of the direction.
+FLOPS = {"forward": 16, "backward": 45}
 
 
 def dtype_refusal(dtypes: Sequence[jnp.dtype]) -> str:

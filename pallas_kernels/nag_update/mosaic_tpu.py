@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.nag_update.limits import dtype_refusal
+from pallas_kernels.nag_update.limits import FLOPS, dtype_refusal
 from pallas_kernels.nag_update.reference import update_formula, with_pass_through
 
 LANES = 128
@@ -165,7 +165,7 @@ def _call(body, kind, *, wide, narrow, out_wide, out_narrow, interpret):
         + [jax.ShapeDtypeStruct((outer, blocks, 1, rows), dtype) for dtype in out_narrow],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         cost_estimate=pl.CostEstimate(
-            flops={"forward": 16, "backward": 45}[kind] * count,
+            flops=FLOPS[kind] * count,
             transcendentals=outer * tokens * 2,
             bytes_accessed=count * sum(dtype.itemsize for dtype in moved)
             + 4 * outer * tokens * (len(narrow) + len(out_narrow)),

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels.nag_update import triton_blocks
+from pallas_kernels.nag_update.limits import FLOPS
 from pallas_kernels.nag_update.reference import update_formula, with_pass_through
 
 try:
@@ -112,9 +113,9 @@ def _call(body, kind, *, inputs, outputs, interpret):
         ],
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         cost_estimate=pl.CostEstimate(
-            flops={"forward": 16, "backward": 45}[kind] * tokens * width,
+            flops=FLOPS[kind] * tokens * width,
             transcendentals=2 * tokens,
-            bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in (*inputs, *outputs)),
+            bytes_accessed=triton_blocks.bytes_of((*inputs, *outputs)),
         ),
         interpret=interpret,
     )(*flat)

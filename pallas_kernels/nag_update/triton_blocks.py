@@ -4,8 +4,9 @@ A program holds one token, or a few narrow ones, in registers. Triton wants powe
 is loaded with zeros behind its features.
 """
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -39,6 +40,11 @@ def blocks_of(width: int) -> Blocks:
     padded = pl.next_power_of_2(width)
     rows = max(1, LEAST // padded)
     return Blocks(rows, padded, max(1, min(MAX_WARPS, rows * padded // (32 * ENTRIES))))
+
+
+def bytes_of(arrays: Sequence[Any]) -> int:
+    """Bytes of arrays, or of what has their shapes and dtypes."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
 
 
 def refusal(width: int, dtypes: Sequence[jnp.dtype]) -> str:

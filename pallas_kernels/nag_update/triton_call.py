@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels.nag_update import triton_blocks
+from pallas_kernels.nag_update.limits import FLOPS
 
 _INTERPRETER = threading.Lock()  # it keeps the program's number in a global
 
@@ -34,23 +35,26 @@ def _missing() -> str:
     try:
         importlib.import_module("jax_triton")
     except Exception as error:  # such as a jax without its plugin for CUDA
-        return f"cannot import jax-triton: {str(error).splitlines()[0]}"
+        return f"cannot import jax-triton: {_first_line(error)}"
     if _old_signature() and jax.default_backend() != "gpu":
         return "needs jax-triton 0.4 to be compiled where there is no GPU"
     # Not every pair of versions works, which shows where a call is lowered. There is no rule for
     # CPU, and nothing is compiled on the way to that.
-    one = jnp.zeros((1, 3)), jnp.zeros((1, 3)), jnp.zeros(1)
+    wide, narrow = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 3), (1,)))
     try:
-        jax.jit(functools.partial(forward, interpret=False)).trace(*one).lower(
+        jax.jit(functools.partial(forward, interpret=False)).trace(wide, wide, narrow).lower(
             lowering_platforms=("cpu",)
         )
     except NotImplementedError:
         return ""
     except Exception as error:
         version = importlib.metadata.version("jax-triton")
-        reason = str(error).splitlines()[0]
-        return f"cannot use jax-triton {version} with jax {jax.__version__}: {reason}"
+        return f"cannot use jax-triton {version} with jax {jax.__version__}: {_first_line(error)}"
     return ""
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__} {error}".splitlines()[0]
 
 
 def _old_signature() -> bool:
@@ -79,7 +83,7 @@ def forward(
     """`reference.with_pass_through`; `interpret` runs the kernel in Triton's interpreter."""
     gain = gain.astype(jnp.promote_types(direction.dtype, jnp.float32))
     updated, growth = _call(
-        "forward_kernel",
+        "forward",
         inputs=(direction, branch, gain),
         outputs=(direction, gain),
         interpret=interpret,
@@ -98,7 +102,7 @@ def backward(
     """The vector-Jacobian product of `reference.update_formula`, for every token."""
     wide = gain.astype(jnp.promote_types(direction.dtype, jnp.float32))
     d_direction, d_branch, d_gain = _call(
-        "backward_kernel",
+        "backward",
         inputs=(direction, branch, wide, d_updated, d_log_gain),
         outputs=(direction, branch, wide),
         interpret=interpret,
@@ -106,11 +110,11 @@ def backward(
     return d_direction, d_branch, d_gain.astype(gain.dtype)
 
 
-def _call(name, *, inputs, outputs, interpret):
+def _call(kind, *, inputs, outputs, interpret):
     """Runs a kernel over arrays [*tokens(, d)] that lie row by row; outputs like `outputs`."""
     from pallas_kernels.nag_update import triton_kernels
 
-    kernel = getattr(triton_kernels, name)
+    kernel = getattr(triton_kernels, f"{kind}_kernel")
     *leading, width = inputs[0].shape
     tokens = math.prod(leading)
     rows, padded, warps = triton_blocks.blocks_of(width)
@@ -127,12 +131,19 @@ def _call(name, *, inputs, outputs, interpret):
     else:
         # Triton writes the newest PTX that its own assembler reads, and JAX assembles it with that
         # of the CUDA toolkit, which may be older. This version, of CUDA 12.9, has all GPUs of 2025.
-        options = {"out_type": shapes, "backend_options": {"ptx_version": 88}}
+        options = {
+            "out_type": shapes,
+            "backend_options": {"ptx_version": 88},
+            "cost_estimate": {
+                "flops": FLOPS[kind] * tokens * width,
+                "bytes_accessed": triton_blocks.bytes_of((*inputs, *outputs)),
+            },
+        }
     return jax_triton.triton_call(
         *inputs,
         kernel=kernel,
         grid=grid,
-        name=f"nag_update_{name.removesuffix('_kernel')}",
+        name=f"nag_update_{kind}",
         num_warps=warps,
         num_stages=1,
         **options,
