@@ -8,7 +8,7 @@ import inspect
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,28 @@ def interpreter_refusal() -> str:
     return ""
 
 
+def _vmap_adds_tokens(function: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple]:
+    """Lets a function of arrays [*tokens(, d)] be vmapped, which jax-triton's call cannot."""
+
+    @functools.wraps(function)
+    def wrapped(*inputs, interpret):
+        call = jax.custom_batching.custom_vmap(functools.partial(function, interpret=interpret))
+
+        @call.def_vmap
+        def _(size, batched, *inputs):
+            each = [
+                x if has else jnp.broadcast_to(x, (size, *x.shape))
+                for x, has in zip(inputs, batched, strict=True)
+            ]
+            results = wrapped(*each, interpret=interpret)
+            return results, (True,) * len(results)
+
+        return call(*inputs)
+
+    return wrapped
+
+
+@_vmap_adds_tokens
 def forward(
     direction: Float[Array, "*tokens d"],
     branch: Float[Array, "*tokens d"],
@@ -91,6 +113,7 @@ def forward(
     return updated, 0.5 * jnp.log1p(growth)
 
 
+@_vmap_adds_tokens
 def backward(
     direction: Float[Array, "*tokens d"],
     branch: Float[Array, "*tokens d"],
@@ -123,7 +146,7 @@ def _call(kind, *, inputs, outputs, interpret):
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
     if interpret:
         run = functools.partial(_interpreted, kernel, grid, sizes, shapes)
-        return jax.pure_callback(run, shapes, *inputs, vmap_method="sequential")
+        return jax.pure_callback(run, shapes, *inputs)
     import jax_triton
 
     if _old_signature():

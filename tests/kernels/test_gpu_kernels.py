@@ -77,6 +77,21 @@ def test_compiles_and_nothing_is_gathered(kernel, width, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", WIDTHS)
+def test_compiles_under_vmap(kernel):
+    """As one call a pass for all, also where an input is the same for all."""
+    require(kernel)
+    mesh = gpu_mesh(1, (1, 1, 1, 1))
+    whole = NamedSharding(mesh, jax.P())
+    wide = jax.ShapeDtypeStruct((3, 64, 256), jnp.float32, sharding=whole)
+    narrow = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=whole)
+    each = jax.vmap(both_passes(kernel), in_axes=(0, 0, None, 0, None))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(each).lower(wide, wide, narrow, wide, narrow).compile()
+    assert compiled.as_text().count(f'custom_call_target="{CALLED[kernel]}') == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", WIDTHS)
 def test_no_registers_spill(kernel):
     """In the table that docs/kernels.md shows, for its widths and on both sides of a power of 2."""
     require(kernel)
