@@ -102,7 +102,9 @@ RULES: dict[str, Rule] = {
     "model.attention.temperature_base": _above(0),
     "model.attention.temperature_sign": Rule(lambda x: x in (-1, 1), "-1 or 1"),
     "model.attention.query_chunk": _at_least(1),
-    "model.connection.implementation": _one_of("auto", "reference", "mosaic_tpu", "pallas_triton"),
+    "model.connection.implementation": _one_of(
+        "auto", "reference", "mosaic_tpu", "pallas_triton", "mosaic_gpu", "triton"
+    ),
     "model.attention.implementation": _one_of("auto", "chunked", "splash"),
     "model.attention.depthwise_kernel": _at_least(1),
     "model.attention.grouped_kernel": _at_least(1),

@@ -74,6 +74,8 @@ def test_dependencies_point_one_way(package):
 
 @pytest.mark.parametrize("name", [module_name(path) for path in SOURCES])
 def test_every_module_imports(name):
+    if name == "pallas_kernels.nag_update.triton_kernels":
+        pytest.importorskip("triton")
     if name in BINARIES:  # each defines flags of its own, so that two do not go into one process
         run_python(f"import {name}")
     else:

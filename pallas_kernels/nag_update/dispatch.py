@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.nag_update import mosaic_tpu, pallas_triton
+from pallas_kernels.nag_update import mosaic_gpu, mosaic_tpu, pallas_triton, triton_call
 from pallas_kernels.nag_update.gradient import joint_sums, separate_sums, update_gradient
 from pallas_kernels.nag_update.reference import with_pass_through
 from pallas_kernels.platform import platform_in_use
@@ -25,18 +25,39 @@ class Kernel(NamedTuple):
         forward: (direction, branch, gain, interpret) -> (updated, log_gain).
         backward: (direction, branch, gain, d_updated, d_log_gain, interpret) -> (d_direction,
             d_branch, d_gain).
+        interpreter_refusal: () -> why it cannot be interpreted, or nothing.
     """
 
     platform: str
     refusal: Callable[[int, Sequence[jnp.dtype]], str]
     forward: Callable[..., Update]
     backward: Callable[..., tuple[Array, Array, Array]]
+    interpreter_refusal: Callable[[], str] = lambda: ""
 
 
+# Of a platform's kernels "auto" takes the first that serves.
 KERNELS = {
     "mosaic_tpu": Kernel("tpu", mosaic_tpu.refusal, mosaic_tpu.forward, mosaic_tpu.backward),
     "pallas_triton": Kernel(
-        "gpu", pallas_triton.refusal, pallas_triton.forward, pallas_triton.backward
+        "gpu",
+        pallas_triton.refusal,
+        pallas_triton.forward,
+        pallas_triton.backward,
+        pallas_triton.missing,
+    ),
+    "mosaic_gpu": Kernel(
+        "gpu",
+        mosaic_gpu.refusal,
+        mosaic_gpu.forward,
+        mosaic_gpu.backward,
+        mosaic_gpu.interpreter_refusal,
+    ),
+    "triton": Kernel(
+        "gpu",
+        triton_call.refusal,
+        triton_call.forward,
+        triton_call.backward,
+        triton_call.interpreter_refusal,
     ),
 }
 IMPLEMENTATIONS = ("reference", *KERNELS)
@@ -78,10 +99,12 @@ def choose(
             f"allowed: auto, {', '.join(IMPLEMENTATIONS)}"
         )
     kernel = KERNELS[implementation]
-    if kernel.platform != platform:
-        return implementation, f"asked for; interpreted on {platform.upper()}, slow"
-    if refusal := kernel.refusal(width, dtypes):
+    elsewhere = kernel.platform != platform
+    refusal = kernel.interpreter_refusal() if elsewhere else kernel.refusal(width, dtypes)
+    if refusal:
         raise ValueError(f"implementation {implementation!r} of nag_update {refusal}")
+    if elsewhere:
+        return implementation, f"asked for; interpreted on {platform.upper()}, slow"
     return implementation, "asked for"
 
 

@@ -1,9 +1,30 @@
-"""Gradient of the norm-agnostic residual update, written out by hand.
+"""Gradient of the norm-agnostic residual update, written out by hand; our derivation.
 
-Automatic differentiation of `reference.update_formula` keeps and rereads intermediate arrays; here
-all that a token needs are sums over its features, in three rounds, and one last pass that writes.
-XLA for CPU makes a loop of each (one temporary array, where differentiation left three); kernels do
-it on a block in fast memory.
+Automatic differentiation of `reference.update_formula` keeps and rereads intermediate arrays, and
+consists in part of what compilers for GPU kernels do not know. By hand all that a token needs are
+sums over its features, in three rounds, and one last pass that writes. XLA for CPU makes a loop of
+each, with one temporary array where differentiation left three; kernels do it in fast memory.
+
+With sums over the d features of a token, forward,
+
+    f = branch - mean(branch)       share = <f, r> / <r, r>     p = f - share r
+    i = rsqrt(<p, p> + floors)      floors = RELATIVE^2 <f, f> + ABSOLUTE
+    k = a i sqrt(d)                 w = r + k p                 y = w / rms(w)
+    q = i^2 <p, p>                  growth = a^2 q              log_gain = log1p(growth) / 2
+
+and backward, from the cotangents c of y and s of log_gain,
+
+    e  = s / (1 + growth)           the cotangent of log1p's argument, doubled
+    dw = (c - w <w, c> / <w, w>) / rms(w)
+    b  = k <dw, p>                  what the written update's length earns
+    da = <dw, p> i sqrt(d) + e a q
+    dp = k dw + i^2 (e a^2 (1 - q) - b) p,      where 1 - q = i^2 floors
+    t  = <dp, r> / <r, r>
+    df = dp - t r - RELATIVE^2 i^2 (b + e a^2 q) f
+    dr = dw - share dp - t (p - share r)
+    d_branch = df - mean(df)
+
+Every inner product of a gradient follows from those of r, f, p and c alone.
 """
 
 from collections.abc import Callable
@@ -13,6 +34,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.nag_update.reference import ABSOLUTE_FLOOR, RELATIVE_FLOOR, features_of
+
+Sums = Callable[..., list[Array]]
 
 
 def separate_sums(*arrays: Array) -> list[Array]:
@@ -45,14 +68,10 @@ def update_gradient(
     d_updated: Float[Array, "*tokens d"],
     d_log_gain: Float[Array, "*tokens"],
     *,
-    sums: Callable[..., list[Array]] = separate_sums,
+    sums: Sums = separate_sums,
     width: int | None = None,
 ) -> tuple[Float[Array, "*tokens d"], Float[Array, "*tokens d"], Float[Array, "*tokens"]]:
-    """Vector-Jacobian product of `reference.update_formula`, for every token; our derivation.
-
-    With f the centred branch, o = f - along r its orthogonal part, i the inverse length and
-    s = sqrt(d) a i, the written state is w = r + s o, and the output w / rms(w). Every gradient is
-    a combination of r, f, o and the cotangent c, with coefficients from these sums.
+    """Vector-Jacobian product of `reference.update_formula`, for every token.
 
     Args:
         direction: As `reference.update_formula` takes it.
@@ -68,46 +87,57 @@ def update_gradient(
     """
     statistics = jnp.promote_types(direction.dtype, jnp.float32)
     r, f, c = (x.astype(statistics) for x in (direction, branch, d_updated))
-    a, d_log_gain = (x.astype(statistics)[..., None] for x in (gain, d_log_gain))
-    width = r.shape[-1] if width is None else width
+    a, s = (x.astype(statistics)[..., None] for x in (gain, d_log_gain))
+    dr, df, da = gradient_from_sums(r, f, a, c, s, sums, width or r.shape[-1])
+    return dr.astype(direction.dtype), df.astype(branch.dtype), da[..., 0].astype(gain.dtype)
 
-    f = features_of(f - jnp.sum(f, axis=-1, keepdims=True) / width, width)
+
+def gradient_from_sums(
+    r: Array, f: Array, a: Array, c: Array, s: Array, sums: Sums, width: int
+) -> tuple[Array, Array, Array]:
+    """The gradients of direction, branch and gain; names are those of the module's equations.
+
+    Args:
+        r: Direction, entries of one token or of many, in the dtype of statistics.
+        f: Branch.
+        a: Gain, in the form of the sums.
+        c: Cotangent of the new direction.
+        s: Cotangent of the growth of the log-norm, in the form of the sums.
+        sums: Sums of arrays over the features, in a form that goes together with the arrays.
+        width: Features, where the last axis is longer and filled up with zeros.
+    """
+    f = features_of(f - sums(f)[0] / width, width)
     # A direction's mean is 0 but for rounding; its sum makes that rounding right, too.
     f_r, r_sq, r_sum, c_sum, c_r = sums(f * r, r * r, r, c, c * r)
-    along = f_r / r_sq
-    o = f - along * r
-    o_sq, o_r, f_sq, c_o = sums(o * o, o * r, f * f, c * o)
+    share = f_r / r_sq
+    p = f - share * r
+    p_sq, p_r, f_sq, c_p = sums(p * p, p * r, f * f, c * p)
 
     floors = RELATIVE_FLOOR**2 * f_sq + ABSOLUTE_FLOOR
-    i = jax.lax.rsqrt(o_sq + floors)
-    s = a * i * width**0.5
-    o_sum = -along * r_sum
-    w_r = r_sq + s * o_r
-    w_o = o_r + s * o_sq
-    w_sq = w_r + s * w_o
-    rms = jnp.sqrt(w_sq / width)
-    c_w = (c_r + s * c_o) / w_sq
+    i = jax.lax.rsqrt(p_sq + floors)
+    k = a * (i * width**0.5)
+    p_sum = -share * r_sum
+    w_r = r_sq + k * p_r
+    w_p = p_r + k * p_sq
+    w_sq = w_r + k * w_p
+    over_rms = jax.lax.rsqrt(w_sq / width)
+    c_w = (c_r + k * c_p) / w_sq
 
-    # log_gain = log(1 + a^2 q) / 2 with q = i^2 |o|^2, 1 but for the floors.
-    q = o_sq * i * i
-    d_square = d_log_gain / (2 * (1 + a * a * q))
-    d_s = (c_o - c_w * w_o) / rms
-    d_a = i * width**0.5 * d_s + 2 * a * q * d_square
-    # i moves with |o|^2 and the floor. Kept relative to i, as i^2 may be beyond float32.
-    d_log_i = s * d_s + 2 * a * a * q * d_square
-    d_o_scale = i * (2 * a * a * d_square * (floors * i * i) - s * d_s)
-    d_f_scale = -(RELATIVE_FLOOR**2) * i * d_log_i
+    q = p_sq * i * i
+    e = s / (1 + a * a * q)
+    dw_p = (c_p - c_w * w_p) * over_rms
+    da = dw_p * (i * width**0.5) + e * a * q
+    e = e * a * a
+    b = k * dw_p
+    # i^2 may be beyond float32, where i times a branch as small as that is not.
+    along_p = i * (e * (i * i * floors) - b)
+    along_f = -(RELATIVE_FLOOR**2) * i * (b + e * q)
 
-    d_w = (c - c_w * (r + s * o)) / rms
-    d_o = s * d_w + d_o_scale * (i * o)
-    d_o_r = s * (c_r - c_w * w_r) / rms + d_o_scale * (i * o_r)
-    d_o_sum = s * (c_sum - c_w * (r_sum + s * o_sum)) / rms + d_o_scale * (i * o_sum)
-    d_along = -d_o_r / r_sq
-    d_direction = d_w - along * d_o + d_along * (f - 2 * along * r)
-    d_mean = (d_o_sum + d_along * r_sum) / width
-    d_branch = d_o + d_f_scale * (i * f) + d_along * r - d_mean
-    return (
-        d_direction.astype(direction.dtype),
-        d_branch.astype(branch.dtype),
-        d_a[..., 0].astype(gain.dtype),
-    )
+    dw = (c - c_w * (r + k * p)) * over_rms
+    dp = k * dw + along_p * (i * p)
+    dp_r = k * (c_r - c_w * w_r) * over_rms + along_p * (i * p_r)
+    dp_sum = k * (c_sum - c_w * (r_sum + k * p_sum)) * over_rms + along_p * (i * p_sum)
+    t = dp_r / r_sq
+    dr = dw - share * dp - t * (p - share * r)
+    df = dp - t * r + along_f * (i * f) - (dp_sum - t * r_sum) / width
+    return dr, df, da

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.nag_update.gradient import update_gradient
+from pallas_kernels.nag_update.limits import FLOPS, dtype_refusal
 from pallas_kernels.nag_update.reference import with_pass_through
 
 LANES = 128
@@ -28,9 +29,8 @@ LIVE = {"forward": 4, "backward": 8}
 
 def refusal(width: int, dtypes: Sequence[jnp.dtype]) -> str:
     """Why the kernel cannot serve, or nothing."""
-    for dtype in dtypes:
-        if dtype not in (jnp.float32, jnp.bfloat16):
-            return f"takes float32 and bfloat16, not {dtype.name}"
+    if refused := dtype_refusal(dtypes):
+        return refused
     if _bytes(width, max(dtype.itemsize for dtype in dtypes), "backward") * ROWS > BUDGET:
         return f"has no room for tokens of width {width}"
     return ""
@@ -166,7 +166,7 @@ def _call(body, kind, *, wide, narrow, out_wide, out_narrow, interpret):
         + [jax.ShapeDtypeStruct((outer, blocks, 1, rows), dtype) for dtype in out_narrow],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         cost_estimate=pl.CostEstimate(
-            flops={"forward": 16, "backward": 42}[kind] * count,
+            flops=FLOPS[kind] * count,
             transcendentals=outer * tokens * 2,
             bytes_accessed=count * sum(dtype.itemsize for dtype in moved)
             + 4 * outer * tokens * (len(narrow) + len(out_narrow)),

@@ -1,8 +1,7 @@
 """The norm-agnostic update as one Pallas kernel for NVIDIA GPUs, lowered through Triton.
 
-A program holds one token, or a few narrow ones, in registers, and computes the definition on it
-(`reference.update_formula`, or `gradient.update_gradient`). Triton wants powers of 2, so a token
-is loaded with zeros behind its features.
+A program computes the definition (`reference.update_formula`, or `gradient.update_gradient`) on
+the tokens that `triton_blocks` gives it.
 """
 
 import math
@@ -11,28 +10,27 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.nag_update import triton_blocks
 from pallas_kernels.nag_update.gradient import update_gradient
+from pallas_kernels.nag_update.limits import FLOPS
 from pallas_kernels.nag_update.reference import with_pass_through
 
-# Entries of a token that a thread holds; more spill in the backward pass.
-ENTRIES = 8
-MAX_WARPS = 16
-MAX_WIDTH = 2 * ENTRIES * 32 * MAX_WARPS
-# Programs with less to do than this take several tokens.
-LEAST = 256
+try:
+    from jax.experimental.pallas import triton as plgpu
+except ImportError:  # JAX warns that it will be removed
+    plgpu = None
 
 
 def refusal(width: int, dtypes: Sequence[jnp.dtype]) -> str:
     """Why the kernel cannot serve, or nothing."""
-    for dtype in dtypes:
-        if dtype not in (jnp.float32, jnp.bfloat16):
-            return f"takes float32 and bfloat16, not {dtype.name}"
-    if width > MAX_WIDTH:
-        return f"has no room for tokens of width {width}"
-    return ""
+    return missing() or triton_blocks.refusal(width, dtypes)
+
+
+def missing() -> str:
+    """Why the kernel can neither run nor be interpreted, or nothing."""
+    return "needs an older JAX, with Pallas' lowering through Triton" if plgpu is None else ""
 
 
 def forward(
@@ -75,8 +73,8 @@ def backward(
 def _call(body, kind, *, inputs, outputs, interpret):
     """Runs `body(*inputs, width)` on some tokens at a time; arrays are [*tokens(, d)]."""
     *leading, width = inputs[0].shape
-    tokens, padded = math.prod(leading), pl.next_power_of_2(width)
-    rows = max(1, LEAST // padded)
+    tokens = math.prod(leading)
+    rows, padded, warps = triton_blocks.blocks_of(width)
     narrow = len(leading)
 
     def kernel(*refs):
@@ -108,13 +106,11 @@ def _call(body, kind, *, inputs, outputs, interpret):
         out_shape=[
             jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, outputs, strict=True)
         ],
-        compiler_params=plgpu.CompilerParams(
-            num_warps=max(1, min(MAX_WARPS, rows * padded // (32 * ENTRIES))), num_stages=1
-        ),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         cost_estimate=pl.CostEstimate(
-            flops={"forward": 16, "backward": 42}[kind] * tokens * width,
+            flops=FLOPS[kind] * tokens * width,
             transcendentals=2 * tokens,
-            bytes_accessed=sum(math.prod(x.shape) * x.dtype.itemsize for x in (*inputs, *outputs)),
+            bytes_accessed=triton_blocks.bytes_of((*inputs, *outputs)),
         ),
         interpret=interpret,
     )(*flat)

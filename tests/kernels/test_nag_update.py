@@ -1,6 +1,7 @@
 """The norm-agnostic update against float64 NumPy, its invariants, and its gradients."""
 
 import functools
+from types import SimpleNamespace as Namespace
 
 import jax
 import jax.numpy as jnp
@@ -9,24 +10,46 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nag_jax.validation import RULES
 from pallas_kernels import nag_update
-from pallas_kernels.nag_update import IMPLEMENTATIONS, choose
+from pallas_kernels.nag_update import (
+    IMPLEMENTATIONS,
+    choose,
+    mosaic_gpu,
+    pallas_triton,
+    triton_call,
+)
+from pallas_kernels.nag_update.dispatch import KERNELS
 
 DELTA, TINY = 1e-5, 1e-20
 SHAPES = [(3,), (1, 5), (300, 5), (2, 7, 64), (4, 257)]
 DTYPES = {"float64": 1e-11, "float32": 2e-5, "bfloat16": 1.5e-2}
-# Interpreted, the kernel for GPU takes as long as that for TPU: in the slow suite.
-EACH = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name == "pallas_triton"))
-    for name in IMPLEMENTATIONS
-]
+
+
+def marks(name):
+    """Of the kernels, that for TPU is enough for the quick suite."""
+    found = [pytest.mark.slow] * (name not in ("reference", "mosaic_tpu"))
+    if name == "triton":  # run by `test_gpu_kernels` where it can be
+        refusal = KERNELS[name].interpreter_refusal()
+        found.append(pytest.mark.skipif(bool(refusal), reason=f"triton {refusal}"))
+    return found
+
+
+EACH = [pytest.param(name, marks=marks(name)) for name in IMPLEMENTATIONS]
 # float64 is the definition's alone.
 EACH_DTYPE = [
-    pytest.param(name, dtype, marks=[pytest.mark.slow] * (name == "pallas_triton"))
+    pytest.param(name, dtype, marks=marks(name))
     for name in IMPLEMENTATIONS
     for dtype in DTYPES
     if name == "reference" or dtype != "float64"
 ]
+
+
+@pytest.fixture(autouse=True)
+def interpreted_all_the_same(monkeypatch):
+    """Here there is one device, and remat in one test that does without this kernel."""
+    kernel = KERNELS["mosaic_gpu"]._replace(interpreter_refusal=lambda: "")
+    monkeypatch.setitem(KERNELS, "mosaic_gpu", kernel)
 
 
 def unit_update(r, f):
@@ -260,6 +283,8 @@ def test_works_under_jit_vmap_scan_and_checkpoint(implementation):
         "scan": lambda *arrays: jax.lax.scan(lambda c, xs: (c, update(*xs)), None, arrays)[1],
         "checkpoint": jax.checkpoint(update),
     }
+    if implementation == "mosaic_gpu":  # see its `interpreter_refusal`
+        del ways["checkpoint"]
     expected = jax.value_and_grad(loss(nag_update), (0, 1, 2))(*inputs)
     for name, way in ways.items():
         got = jax.value_and_grad(loss(way), (0, 1, 2))(*inputs)
@@ -308,6 +333,39 @@ def test_implementations_are_named():
         nag_update(jnp.ones(3), jnp.ones(3), jnp.ones(()), implementation="cuda")
     with pytest.raises(ValueError, match=r"not \(2, 3\), \(2, 3\) and \(\)"):
         nag_update(jnp.ones((2, 3)), jnp.ones((2, 3)), jnp.ones(()))
+
+
+def test_gpus_have_three_kernels(monkeypatch):
+    """In the order of `KERNELS`, and each says why it does not serve."""
+
+    def chosen(name="auto", platform="gpu", width=1024):
+        return choose(name, platform, width=width, dtypes=("bfloat16", "bfloat16"))
+
+    assert chosen() == ("pallas_triton", "fused, forward and backward")
+    name, reason = chosen(width=8320)
+    assert name == "reference"
+    for kernel in ("pallas_triton", "mosaic_gpu", "triton"):
+        assert f"{kernel} has no room for tokens of width 8320" in reason
+    assert chosen("mosaic_gpu") == ("mosaic_gpu", "asked for")
+    with pytest.raises(ValueError, match="'mosaic_gpu' of nag_update takes .*128, not 1000"):
+        chosen("mosaic_gpu", width=1000)
+
+    # A JAX without Pallas' lowering through Triton, on Hopper and on an older GPU.
+    monkeypatch.setattr(pallas_triton, "plgpu", None)
+    assert chosen() == ("mosaic_gpu", "fused, forward and backward")
+    monkeypatch.setattr(mosaic_gpu.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(mosaic_gpu.jax, "devices", lambda: [Namespace(compute_capability="8.0")])
+    monkeypatch.setattr(triton_call, "_missing", lambda: "needs jax-triton")
+    name, reason = chosen()
+    assert name == "reference"
+    assert "pallas_triton needs an older JAX" in reason
+    assert "mosaic_gpu needs a GPU of the Hopper generation" in reason
+    assert "triton needs jax-triton" in reason
+
+
+def test_a_config_may_name_each():
+    allowed = RULES["model.connection.implementation"].words
+    assert allowed == f"one of {', '.join(('auto', *IMPLEMENTATIONS))}"
 
 
 @pytest.mark.parametrize("implementation", EACH)
