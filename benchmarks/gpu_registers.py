@@ -27,7 +27,7 @@ from pallas_kernels import nag_update
 from pallas_kernels.nag_update import choose
 
 _WIDTHS = flags.DEFINE_list(
-    "widths", ["128", "1024", "2048", "4096", "8192"], "features of a token"
+    "widths", ["128", "1024", "2048", "4096", "6144", "8192"], "features of a token"
 )
 _KERNELS = flags.DEFINE_list("kernels", ["pallas_triton", "mosaic_gpu", "triton"], "rows")
 

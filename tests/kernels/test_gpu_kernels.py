@@ -22,7 +22,7 @@ from pallas_kernels.nag_update import choose, triton_call
 ROOT = Path(__file__).parents[2]
 WIDTHS = {
     "pallas_triton": (3, 64, 256, 928, 1024, 1408, 2048, 3001, 4096, 8192),
-    "mosaic_gpu": (128, 256, 896, 1024, 1408, 2048, 4096),
+    "mosaic_gpu": (128, 256, 896, 1024, 1408, 2048, 4096, 6144),
     "triton": (3, 64, 928, 1024, 3001, 4096, 8192),
 }
 CALLED = {"pallas_triton": "__gpu$xla.gpu.triton", "mosaic_gpu": "mosaic_gpu", "triton": "triton_k"}
@@ -97,10 +97,10 @@ def test_no_registers_spill(kernel):
     require(kernel)
     gpu_mesh()  # skips
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_registers.py"), f"--kernels={kernel}"]
-    widths = "128,640,896,1024,1152,2048,2176,4096,8192"
+    widths = "128,640,896,1024,1152,2048,2176,4096,6144,8192"
     out = run([*command, f"--widths={widths}"]).stdout
     rows = re.findall(r"\| (\d+) / (\d+) / \d+ \| (\d+) / (\d+) / \d+ \|", out)
-    assert len(rows) == {"mosaic_gpu": 16}.get(kernel, 18), out
+    assert len(rows) == {"mosaic_gpu": 18}.get(kernel, 20), out
     for forward, forward_spilled, backward, backward_spilled in rows:
         assert forward_spilled == backward_spilled == "0", out
         assert max(int(forward), int(backward)) <= 255
