@@ -159,7 +159,7 @@ class _Planner:
         }
         plan = plan._replace(
             memory=memory,
-            fits=sum(memory.values()) < self.chip.memory if self.chip else None,
+            fits=sum(memory.values()) < self.chip.usable if self.chip else None,
             collectives=sent,
             kernels=_kernels(text),
             seconds=seconds,
@@ -197,6 +197,7 @@ class _Planner:
             tokens=tokens,
             devices=devices,
             float32=dtype.itemsize > 2,
+            optimizer_float32=config.optimizer.get("newton_schulz_dtype") != "bfloat16",
         )
         hosts = len({device.process_index for device in self.devices})
         return roofline.estimate(work, self.chip, hosts == 1 or self.chip.platform == "tpu")
@@ -253,7 +254,7 @@ class _Planner:
                 table.add_row(f"  {kind}", decimal(size))
         if self.chip:
             verdict = "fits" if plan.fits else "DOES NOT FIT"
-            table.add_row("  the device has", f"{decimal(round(self.chip.memory))}: {verdict}")
+            table.add_row("  a program may take", f"{decimal(round(self.chip.usable))}: {verdict}")
         for when, conditional in (("in every step", False), ("in branches", True)):
             found = [one for one in plan.collectives or () if one.conditional == conditional]
             for kind, (count, size) in totals(found).items():
@@ -341,7 +342,7 @@ def _search(planner: _Planner, config: ConfigDict, flag_values: Any) -> int:
             continue  # this mesh or micro-batch does not divide the model or the batch
         valid += 1
         size = sum(planner.memory_estimate(plan).values())
-        if size < 1.25 * planner.chip.memory:  # as far as the estimate may be off
+        if size < 1.25 * planner.chip.usable:  # as far as the estimate may be off
             found.append((plan.estimate.bound, size, values, variant))
     if not valid:
         raise UserError(

@@ -10,7 +10,7 @@ from nag_jax.sharding.hardware import Chip
 
 ASSUMPTIONS = (
     "Products run at the chip's published peak: bfloat16's, or float32's where the model computes "
-    "in float32; the optimizer's run at float32's. Attention counts its causal half.",
+    "in float32; the optimizer's run at that of their own dtype. Attention counts its causal half.",
     "Memory moves, for each micro-batch, the weights in use three times, gradients and every kept "
     "activation twice, and once a step parameters and optimizer state, each way.",
     "Links carry the collectives of every step at the published bandwidth, one after the other; "
@@ -26,12 +26,13 @@ class Work(NamedTuple):
     Attributes:
         model_flops: Of the model, forward and backward, without what is computed again.
         again_flops: What the backward pass computes again.
-        optimizer_flops: Of the update, in float32.
+        optimizer_flops: Of the update.
         memory_bytes: To and from its memory.
         link_bytes: Received from other devices.
         tokens: Of the step on all devices.
         devices: Their number.
         float32: Whether the model's products are float32.
+        optimizer_float32: Whether the optimizer's are.
     """
 
     model_flops: float
@@ -42,6 +43,7 @@ class Work(NamedTuple):
     tokens: int
     devices: int
     float32: bool
+    optimizer_float32: bool
 
 
 class Estimate(NamedTuple):
@@ -70,9 +72,12 @@ class Estimate(NamedTuple):
 
 def estimate(work: Work, chip: Chip, one_host: bool) -> Estimate:
     """Returns the roofline of a step; links between hosts are slower for GPUs."""
-    peak = chip.flops32 if work.float32 else chip.flops
+    peak, optimizer_peak = (
+        chip.flops32 if float32 else chip.flops
+        for float32 in (work.float32, work.optimizer_float32)
+    )
     return Estimate(
-        (work.model_flops + work.again_flops) / peak + work.optimizer_flops / chip.flops32,
+        (work.model_flops + work.again_flops) / peak + work.optimizer_flops / optimizer_peak,
         work.memory_bytes / chip.bandwidth,
         work.link_bytes / (chip.link if one_host else min(chip.link, chip.network)),
         work,

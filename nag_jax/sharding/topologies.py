@@ -73,6 +73,8 @@ def absent_devices(name: str) -> list:
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nothing is run on a chip
         os.environ.setdefault("TPU_LOG_DIR", "disabled")
         told = {"platform": "tpu", "topology_name": f"{chip}:{'x'.join(map(str, shape))}"}
+        if chip == "v4":  # else each of a chip's two cores is a device
+            told["chip_config_name"] = "megacore"
     else:
         _require("jax_cuda13_plugin", "NVIDIA GPUs", "pip install 'jax[cuda13]'")
         if not _has_ptxas():
