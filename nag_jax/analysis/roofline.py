@@ -1,4 +1,4 @@
-"""How long a training step takes at the least, from FLOPs, bytes of memory and bytes of links.
+"""How long a step takes at the least, from FLOPs, bytes of memory and bytes of links.
 
 All of it is our own arithmetic (no paper's): a bound of what a device could do, and the time if
 nothing overlapped. Neither knows of latencies, of kernels that fall short of the peak, or of hosts.
@@ -8,25 +8,52 @@ from typing import NamedTuple
 
 from nag_jax.sharding.hardware import Chip
 
-ASSUMPTIONS = (
+_PEAK = (
     "Products run at the chip's published peak: bfloat16's, or float32's where the model computes "
-    "in float32; the optimizer's run at that of their own dtype. Attention counts its causal half.",
-    "Memory moves, for each micro-batch, the weights in use three times, gradients and every kept "
-    "activation twice, and once a step parameters and optimizer state, each way.",
-    "Links carry the collectives of every step at the published bandwidth, one after the other; "
-    "those in branches, such as a refresh of SOAP's bases, are not counted.",
-    "Lower bound: the largest of the three alone. Without overlap: their sum. The truth lies "
-    "above the lower bound.",
+    "in float32; the optimizer's at that of their own dtype. Attention counts its causal half."
 )
+_LINKS = (
+    "Links carry the collectives of every run at the published bandwidth, one after the other; "
+    "those in branches, such as a refresh of SOAP's bases, are not counted."
+)
+_BOUND = (
+    "Lower bound: the largest of the three alone. Without overlap: their sum. The truth lies "
+    "above the lower bound."
+)
+
+# What estimates of each kind of step assume.
+ASSUMPTIONS = {
+    "train": (
+        _PEAK,
+        "Memory moves, for each micro-batch, the weights in use three times, gradients and every "
+        "kept activation twice, and once a step parameters and optimizer state, each way.",
+        _LINKS,
+        _BOUND,
+    ),
+    "evaluate": (
+        _PEAK,
+        "Memory moves the weights once a batch, those that other devices hold twice more; no "
+        "activation is counted.",
+        _LINKS,
+        _BOUND,
+    ),
+    "decode": (
+        _PEAK,
+        "Memory moves the weights once for each token, those that other devices hold twice more; "
+        "of experts no more than the rows can choose; and the whole cache once.",
+        _LINKS,
+        _BOUND,
+    ),
+}
 
 
 class Work(NamedTuple):
     """What one device does in a step.
 
     Attributes:
-        model_flops: Of the model, forward and backward, without what is computed again.
+        model_flops: Of the model, in training forward and backward, without what is computed again.
         again_flops: What the backward pass computes again.
-        optimizer_flops: Of the update.
+        optimizer_flops: Of the optimizer's update.
         memory_bytes: To and from its memory.
         link_bytes: Received from other devices.
         tokens: Of the step on all devices.
@@ -85,8 +112,8 @@ def estimate(work: Work, chip: Chip, one_host: bool) -> Estimate:
     )
 
 
-def memory_bytes(memory: dict[str, float], weights_in_use: float, micro_batches: int) -> float:
-    """Bytes that a step moves (see `ASSUMPTIONS`).
+def training_bytes(memory: dict[str, float], weights_in_use: float, micro_batches: int) -> float:
+    """Bytes that a training step moves (see `ASSUMPTIONS`).
 
     Args:
         memory: Of `flops.memory_estimate`, whose activations are those of one micro-batch.

@@ -3,7 +3,7 @@
 import pytest
 
 from nag_jax.analysis.optimizer_flops import update_flops
-from nag_jax.analysis.roofline import Work, estimate, memory_bytes
+from nag_jax.analysis.roofline import Work, estimate, training_bytes
 from nag_jax.errors import UserError
 from nag_jax.parameters import ParamInfo
 from nag_jax.sharding.hardware import CHIPS
@@ -33,10 +33,10 @@ def test_bytes_of_memory():
         "kept activations": 1000,
         "workspace": 5000,
     }
-    assert memory_bytes(memory, 200, 1) == 3 * 200 + 2 * 400 + 2 * 1000 + 2 * 1200
+    assert training_bytes(memory, 200, 1) == 3 * 200 + 2 * 400 + 2 * 1000 + 2 * 1200
     # Half the rows at a time: as many activations in all, and weights and gradients twice.
-    halves = memory_bytes(memory | {"kept activations": 500}, 200, 2)
-    assert halves == memory_bytes(memory, 200, 1) + 3 * 200 + 2 * 400
+    halves = training_bytes(memory | {"kept activations": 500}, 200, 2)
+    assert halves == training_bytes(memory, 200, 1) + 3 * 200 + 2 * 400
 
 
 def info(shape, rows, columns, role="matrix"):
