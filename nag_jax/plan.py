@@ -5,9 +5,9 @@
 
 Compiles the whole training step for the topology with nothing attached (TPU needs libtpu, GPU the
 CUDA plugin and ptxas) and prints parameters, FLOPs, memory, collectives and a roofline estimate.
---search tries micro-batches, remat policies and meshes, ranks them by the estimate and compiles
-the best until one fits. --step=evaluate and --step=decode do the same for a batch of evaluation and
-for one token of --batch_size rows, whose cache holds --context of them.
+--search tries micro-batches, remat policies and meshes, ranks them by the estimate, compiles the
+best (--compile=0: none) and prints the fastest that fits. --step=evaluate and --step=decode do the
+same for a batch of evaluation, and for one token of --batch_size rows with --context tokens each.
 """
 
 from typing import Any
@@ -25,14 +25,14 @@ _BATCH = flags.DEFINE_integer("batch_size", 1, "rows that decode together")
 _CONTEXT = flags.DEFINE_integer("context", 0, "tokens of a decoded row; 0: data.row_length")
 _VOCAB = flags.DEFINE_integer("vocab_size", 0, "ids, if the tokenizer's file is not at hand")
 _SEARCH = flags.DEFINE_bool("search", False, "find the fastest way to train that fits")
-_COMPILE = flags.DEFINE_integer("compile", 3, "most candidates that --search compiles")
+_COMPILE = flags.DEFINE_integer("compile", 3, "most that --search compiles; 0: estimates alone")
 flags.mark_flag_as_required("topology")
 
 # Flags that only one of the steps reads.
 _OF_STEP = {"tokens": "train", "search": "train", "batch_size": "decode", "context": "decode"}
 
 
-def main(config: ConfigDict, flag_values: Any) -> int:
+def main(config: ConfigDict, flag_values: flags.FlagValues) -> int:
     """Plans one configuration, or searches."""
     import jax
 
@@ -53,6 +53,8 @@ def main(config: ConfigDict, flag_values: Any) -> int:
     step = _step(config, flag_values)
     if flag_values.search:
         plan = search(step, target, flag_values.compile)
+        if plan is None:
+            return 0
     else:
         plan = make_plan(step, target)
     training = flag_values.step == "train"
@@ -60,7 +62,7 @@ def main(config: ConfigDict, flag_values: Any) -> int:
     return 0 if plan.fits is not False else cli.FAILED
 
 
-def _check(config: ConfigDict, flag_values: Any) -> None:
+def _check(config: ConfigDict, flag_values: flags.FlagValues) -> None:
     """Refuses flags that say nothing, or nothing possible.
 
     Raises:
@@ -69,9 +71,9 @@ def _check(config: ConfigDict, flag_values: Any) -> None:
     for name, step in _OF_STEP.items():
         if flag_values[name].present and flag_values.step != step:
             raise UserError(f"--{name} goes with --step={step}, not with --step={flag_values.step}")
-    if flag_values.compile < 1 or (flag_values["compile"].present and not flag_values.search):
+    if flag_values.compile < 0 or (flag_values["compile"].present and not flag_values.search):
         raise UserError(
-            f"--compile={flag_values.compile}: it must be at least 1, and goes with --search"
+            f"--compile={flag_values.compile}: it must be at least 0, and goes with --search"
         )
     if not 0 <= flag_values.tokens < float("inf"):
         raise UserError(f"--tokens={flag_values.tokens}: it must be above 0, such as 50e9")
@@ -87,7 +89,7 @@ def _check(config: ConfigDict, flag_values: Any) -> None:
         )
 
 
-def _step(config: ConfigDict, flag_values: Any) -> Any:
+def _step(config: ConfigDict, flag_values: flags.FlagValues) -> Any:
     """What is to be planned."""
     from nag_jax.models.transformer import build_model
     from nag_jax.planning.steps import DecodingStep, EvaluationStep, TrainingStep

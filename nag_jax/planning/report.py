@@ -10,6 +10,9 @@ from nag_jax.planning.plans import Plan, Target
 from nag_jax.sharding.collectives import totals
 from nag_jax.training.header import print_implementations, print_model
 
+# Of a GPU's memory that JAX can be told to take, beside what drivers and libraries need.
+_LARGEST_SHARE = 0.93
+
 
 def print_report(plan: Plan, target: Target, steps: int | None) -> None:
     """Prints all of it; of a run of `steps` how long it takes, where that is asked for."""
@@ -49,10 +52,6 @@ def _memory(plan: Plan, target: Target) -> list[tuple[str, str]]:
     return rows
 
 
-# Of a GPU's memory that JAX can be told to take, beside what drivers and libraries need.
-_LARGEST_SHARE = 0.93
-
-
 def _sent(plan: Plan) -> list[tuple[str, str]]:
     rows = []
     for when, conditional in (("every time", False), ("in branches", True)):
@@ -82,17 +81,21 @@ def _seconds(plan: Plan, steps: int | None) -> list[tuple[str, str]]:
     for name, seconds in (("lower bound", found.bound), ("without overlap", found.total)):
         rows.append(
             (
-                f"time, {name}",
+                name,
                 f"{seconds:.4g} s, {found.work.tokens / seconds:,.0f} tokens/s, "
                 f"MFU {found.utilisation(seconds):.1%}",
             )
         )
         if steps is not None:
-            days = seconds * steps / 86400
+            hours = seconds * steps / 3600
             rows.append(
                 (
                     f"  {steps:,} steps ({steps * found.work.tokens / 1e9:.4g}G tokens)",
-                    f"{days:.3g} days, {days * 24 * found.work.devices:,.0f} device-hours",
+                    f"{_duration(hours)}, {hours * found.work.devices:,.0f} device-hours",
                 )
             )
     return rows
+
+
+def _duration(hours: float) -> str:
+    return f"{hours / 24:.3g} days" if hours >= 48 else f"{hours:.3g} hours"

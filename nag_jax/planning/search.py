@@ -19,13 +19,14 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 
 # Formulas may be off by so much: what they put above it is not compiled.
 _DOUBT = 1.25
+_TOLD = 10
 
 
-def search(step: TrainingStep, target: Target, most: int) -> Plan:
+def search(step: TrainingStep, target: Target, most: int) -> Plan | None:
     """Compiles up to `most` candidates and returns the fastest of them that fits.
 
     Meshes, numbers of micro-batches and remat policies are tried, one candidate for each mesh. The
-    candidates are printed.
+    candidates are printed; where none is to be compiled the ten best, and nothing is returned.
 
     Raises:
         UserError: None fits, or the chip's speed is not known.
@@ -66,6 +67,12 @@ def search(step: TrainingStep, target: Target, most: int) -> Plan:
     table = Table(
         "mesh", "micro-batches", "remat", "estimated bound", "estimated memory", "compiled"
     )
+    console = Console(highlight=False, soft_wrap=True)
+    if most == 0:
+        for bound, size, values, _ in list(best.values())[:_TOLD]:
+            table.add_row(*_words(values), f"{bound:.4g} s", decimal(round(size)), "no")
+        console.print(table)
+        return None
     chosen = None
     for bound, size, values, candidate in list(best.values())[:most]:
         plan = make_plan(candidate, target)
@@ -75,7 +82,7 @@ def search(step: TrainingStep, target: Target, most: int) -> Plan:
         print(f"{', '.join(cells)}: {told}", flush=True)
         if plan.fits and (chosen is None or plan.estimate.total < chosen.estimate.total):
             chosen = plan
-    Console(highlight=False, soft_wrap=True).print(table)
+    console.print(table)
     if chosen is None:
         raise UserError(
             f"none of the {min(len(best), most)} best candidates fits: "
