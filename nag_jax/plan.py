@@ -49,7 +49,8 @@ def main(config: ConfigDict, flag_values: flags.FlagValues) -> int:
     from nag_jax.planning.search import search
 
     target = Target.of(flag_values.topology)
-    target.mesh(config)  # is refused before anything is built
+    if not flag_values.search:
+        target.mesh(config)  # is refused before anything is built
     step = _step(config, flag_values)
     if flag_values.search:
         plan = search(step, target, flag_values.compile)

@@ -54,11 +54,11 @@ def _memory(plan: Plan, target: Target) -> list[tuple[str, str]]:
 
 def _sent(plan: Plan) -> list[tuple[str, str]]:
     rows = []
-    for when, conditional in (("every time", False), ("in branches", True)):
+    for when, conditional in (("", False), (", in branches", True)):
         found = [one for one in plan.collectives if one.conditional == conditional]
         counted = totals([one for one in found if one.times is not None])
         rows += [
-            (f"{kind}, received {when}", f"{decimal(size)} in {count:,}")
+            (f"{kind}{when}", f"{decimal(size)} received in {count:,}")
             for kind, (count, size) in counted.items()
         ]
     rows += [

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ml_collections import ConfigDict
-from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
 
 from nag_jax.errors import UserError
 from nag_jax.planning.plans import Plan, Target, estimate, make_plan
@@ -34,15 +32,16 @@ def search(step: TrainingStep, target: Target, most: int) -> Plan | None:
     if target.chip is None:
         raise UserError("--search needs a chip whose speed is known, not cpu")
     config = step.config
-    found, valid = [], 0
+    found, refused, valid = [], "", 0
     for values in _variants(config, len(target.devices)):
         variant = config.copy_and_resolve_references()
         for (node, key), value in values.items():
             variant[node][key] = value
         try:
             mesh = target.mesh(variant)
-        except UserError:
-            continue  # this mesh or micro-batch does not divide the model or the batch
+        except UserError as error:  # this mesh or micro-batch does not divide the model or batch
+            refused = str(error)
+            continue
         valid += 1
         candidate = dataclasses.replace(step, config=variant)
         size = sum(candidate.memory_estimate(mesh).values())
@@ -50,43 +49,38 @@ def search(step: TrainingStep, target: Target, most: int) -> Plan | None:
             found.append((estimate(candidate, mesh, target).bound, size, values, candidate))
     if not valid:
         raise UserError(
-            f"no mesh of {len(target.devices)} devices divides this model and its batch of "
-            f"{config.train.batch_size} rows: take another number of devices, or another batch"
+            f"no mesh of {len(target.devices)} devices divides this model and its batches of "
+            f"{config.train.batch_size} and {config.evaluation.batch_size} rows; the last one "
+            f"tried: {refused}"
         )
     if not found:
         raise UserError(
             f"no mesh, micro-batch and remat policy fits {target.topology} by the estimate: "
             "take more devices, or a smaller model or row"
         )
-    # Of equal bounds the one that sends least between devices and accumulates least comes first,
-    # and of each mesh only the best, since what is sent is known from compiling alone.
-    found.sort(key=lambda one: (one[0], *_preference(one[2])))
+    # Of equal bounds the one that is sure to fit, sends least between devices and accumulates least
+    # comes first, and of each mesh only the best, since what is sent is known from compiling alone.
+    usable = target.chip.usable
+    found.sort(key=lambda one: (float(f"{one[0]:.3g}"), one[1] > usable, *_preference(one[2])))
     best: dict[str, tuple] = {}
     for one in found:
         best.setdefault(_words(one[2])[0], one)
-    table = Table(
-        "mesh", "micro-batches", "remat", "estimated bound", "estimated memory", "compiled"
-    )
-    console = Console(highlight=False, soft_wrap=True)
-    if most == 0:
-        for bound, size, values, _ in list(best.values())[:_TOLD]:
-            table.add_row(*_words(values), f"{bound:.4g} s", decimal(round(size)), "no")
-        console.print(table)
+    chosen, candidates = None, list(best.values())
+    for bound, size, values, candidate in candidates[: most or _TOLD]:
+        told = f"{'; '.join(_words(values))}: by estimate {bound:.4g} s and {decimal(round(size))}"
+        if most:
+            plan = make_plan(candidate, target)
+            compiled = decimal(sum(plan.memory.values())) if plan.memory else "refused"
+            told += f", compiled {compiled}"
+            if plan.fits and (chosen is None or plan.estimate.total < chosen.estimate.total):
+                chosen = plan
+        print(told, flush=True)
+    if not most:
         return None
-    chosen = None
-    for bound, size, values, candidate in list(best.values())[:most]:
-        plan = make_plan(candidate, target)
-        told = decimal(sum(plan.memory.values())) if plan.memory else "refused by the compiler"
-        cells = _words(values)
-        table.add_row(*cells, f"{bound:.4g} s", decimal(round(size)), told)
-        print(f"{', '.join(cells)}: {told}", flush=True)
-        if plan.fits and (chosen is None or plan.estimate.total < chosen.estimate.total):
-            chosen = plan
-    console.print(table)
     if chosen is None:
         raise UserError(
-            f"none of the {min(len(best), most)} best candidates fits: "
-            f"compile more of the {len(best)} (--compile), or take more devices"
+            f"none of the {min(len(candidates), most)} best candidates fits: "
+            f"compile more of the {len(candidates)} (--compile), or take more devices"
         )
     return chosen
 
@@ -119,4 +113,5 @@ def _preference(values: dict[tuple[str, str], Any]) -> tuple:
 
 def _words(values: dict[tuple[str, str], Any]) -> tuple[str, str, str]:
     mesh = ", ".join(f"{key} {v}" for (node, key), v in values.items() if node == "mesh" and v > 1)
-    return mesh or "one device", str(values["train", "accumulation"]), values["model", "remat"]
+    parts = f"{values['train', 'accumulation']} micro-batches"
+    return mesh or "one device", parts, f"remat {values['model', 'remat']}"
