@@ -61,7 +61,9 @@ def search(step: TrainingStep, target: Target, most: int) -> Plan | None:
     # Of equal bounds the one that is sure to fit, sends least between devices and accumulates least
     # comes first, and of each mesh only the best, since what is sent is known from compiling alone.
     usable = target.chip.usable
-    found.sort(key=lambda one: (float(f"{one[0]:.3g}"), one[1] > usable, *_preference(one[2])))
+    found.sort(
+        key=lambda one: (float(f"{one[0]:.3g}"), _DOUBT * one[1] > usable, *_preference(one[2]))
+    )
     best: dict[str, tuple] = {}
     for one in found:
         best.setdefault(_words(one[2])[0], one)
