@@ -60,7 +60,7 @@ def main(config: ConfigDict, flag_values: flags.FlagValues) -> int:
         plan = make_plan(step, target)
     training = flag_values.step == "train"
     print_report(plan, target, _steps(plan.step.config, flag_values.tokens) if training else None)
-    return 0 if plan.fits is not False else cli.FAILED
+    return cli.FAILED if plan.fits is False or plan.why_not else 0
 
 
 def _check(config: ConfigDict, flag_values: flags.FlagValues) -> None:

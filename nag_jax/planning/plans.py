@@ -60,7 +60,7 @@ class Plan(NamedTuple):
         estimate: The roofline; None where the chip is not known, or the compiler refused.
         memory: Bytes on a device by kind, by the compiler; None where it refused.
         fits: Whether that is less than programs get; None where it is not known.
-        why_not: The compiler's word where it refused.
+        why_not: The compiler's word where it refused, for want of memory or otherwise.
         collectives: What is sent.
         kernels: Fused kernels inside, with how often each is called in the program's text.
         seconds: How long compiling took.
@@ -90,11 +90,10 @@ def make_plan(step: Step, target: Target) -> Plan:
         lowered = step.lower(mesh)
     try:
         program = lowered.compile()
-    except Exception as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
+    except Exception as error:  # a compiler raises what it likes
         told = " ".join(str(error).split())[:300]
-        return Plan(step, mesh, fits=False, why_not=told, seconds=time.perf_counter() - began)
+        fits = False if "RESOURCE_EXHAUSTED" in told else None
+        return Plan(step, mesh, fits=fits, why_not=told, seconds=time.perf_counter() - began)
     seconds = time.perf_counter() - began
     memory, text = memory_of(program), program.as_text()
     sent = tuple(collectives(text, mesh.size))

@@ -42,7 +42,7 @@ def _memory(plan: Plan, target: Target) -> list[tuple[str, str]]:
         rows.append(("memory per device, compiled", decimal(sum(plan.memory.values()))))
         rows += [(f"  {kind}", decimal(size)) for kind, size in plan.memory.items()]
     if target.chip:
-        verdict = "fits" if plan.fits else "DOES NOT FIT"
+        verdict = {True: "fits", False: "DOES NOT FIT", None: "not known"}[plan.fits]
         rows.append(("  a program may take", f"{decimal(round(target.chip.usable))}: {verdict}"))
         share = sum(plan.memory.values()) / target.chip.memory if plan.memory else 0
         if not plan.fits and 0 < share < _LARGEST_SHARE:
@@ -63,8 +63,9 @@ def _sent(plan: Plan) -> list[tuple[str, str]]:
         ]
     rows += [
         (
-            f"{one.kind} in a loop of unknown length",
-            f"{decimal(one.bytes)} each time, in no number below: {one.source}",
+            f"{one.kind}, not counted",
+            f"{decimal(one.bytes)} each time round a loop that does not say how often it runs: "
+            f"{one.source}",
         )
         for one in plan.collectives
         if one.times is None
