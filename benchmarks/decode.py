@@ -61,7 +61,7 @@ class Ours:
         self.params, self.length = (params, model.initial_balance()), length
         self.tokens = jnp.zeros((batch, length - _TOKENS.value), jnp.int32)
         self.start = jnp.zeros(batch, jnp.int32)
-        first, advance = generate_lib._programs(model)
+        first, advance = generate_lib.decode_programs(model)
         self.first = first.lower(self.params, self.tokens, self.start, length, *self.last).compile()
         self.prefill, _ = timed_for(self.run_prompts, _SECONDS.value, _REPEATS.value)
         self.drawn, self.state = self.fresh

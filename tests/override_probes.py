@@ -271,7 +271,8 @@ def run(config, folder: pathlib.Path, trace: bool = False) -> Any:
     with contextlib.ExitStack() as stack:
         for target, replacement in (
             (loop, {"configured_step": configured_step, "make_evaluator": make_evaluator}),
-            (loop, {"Progress": progress, "print_header": lambda *args: None}),
+            (loop, {"Progress": progress, "print_model": lambda *args: None}),
+            (loop, {"print_implementations": lambda *args: None}),
             (loop, {"measure_matmul_peak": lambda dtype: 1.0}),
             (loop.pipeline, {"TrainingStream": stream}),
             (start, {"initialise": initialise}),

@@ -92,7 +92,7 @@ def call(binary: str, *args: str) -> Result:
     sys.modules.pop(name, None)
     forget_flags()
     module = importlib.import_module(name)
-    takes = "given" if binary in ("check", "prepare_data", "train") else "refused"
+    takes = "given" if binary in ("check", "plan", "prepare_data", "train") else "refused"
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             cli.run(module.main, config=takes, argv=[name, *args])

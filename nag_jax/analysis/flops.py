@@ -20,7 +20,7 @@ from rich.filesize import decimal
 from nag_jax.kinds import kind_class
 from nag_jax.models.stages import StageSizes, pattern_of, stages_of
 from nag_jax.parameters import STACK_AXIS, ParamInfo, flatten
-from nag_jax.sharding.rules import batch_shards, parameter_spec
+from nag_jax.sharding.rules import batch_shards, parameter_spec, use_spec
 
 # Backward through a product costs two products of its size: by the weight and by the input.
 TRAINING_FACTOR = 3
@@ -202,26 +202,67 @@ def memory_estimate(
     }
 
 
+def weight_traffic(
+    infos: Mapping[str, Any], config: ConfigDict, tokens: float, mesh: Mesh
+) -> float:
+    """Returns how many bytes of weights a device moves at the least in one forward pass.
+
+    It reads its part of each parameter once for each run of the layer. A parameter that is whole
+    along the width where it is used, but not where it is stored, is also written and read as it is
+    used, in the compute dtype. Of experts that are not gathered so, no more are read than tokens
+    can choose. Beside a free head the embedding's table is not read.
+
+    Args:
+        infos: Nested dict of `ParamInfo`.
+        config: The complete config.
+        tokens: Tokens of the pass on all devices.
+        mesh: Mesh with the axes of `sharding.rules.MESH_AXES`.
+    """
+    flat, stages = flatten(infos), stages_of(config.model)
+    free_head = any(info.role == "head" for info in flat.values())
+    itemsize = jnp.dtype(config.model.compute_dtype).itemsize
+    total = 0.0
+    for path, info in flat.items():
+        if free_head and info.role == "embedding":
+            continue
+        specs = parameter_spec(info, mesh, path), use_spec(info.axes, info.shape, mesh)
+        stored, used = (
+            math.prod(NamedSharding(mesh, spec).shard_shape(info.shape)) for spec in specs
+        )
+        size = jnp.dtype(info.dtype).itemsize * stored
+        if used > stored:
+            size += 2 * itemsize * used
+        else:
+            seen = tokens / batch_shards(mesh)
+            if "expert" in specs[1]:  # other devices' tokens come to this one's experts
+                seen *= mesh.shape["expert"]
+            size *= min(1, seen * _active_share(path, info, config))
+        total += size * _loops(path, stages)
+    return total
+
+
 def model_table(
     infos: Mapping[str, Any],
     config: ConfigDict,
     vocab_size: int,
-    optimizer_state: Any,
+    optimizer_state: Any = None,
     mesh: Mesh | None = None,
 ) -> list[tuple[str, str]]:
-    """Returns (quantity, value) rows for the header that a training run prints.
+    """Returns (quantity, value) rows for the header that a run or a plan prints.
 
     Rows of parts are indented by two spaces under their total. Arguments as in `memory_estimate`,
-    and the true size of the vocabulary.
+    and the true size of the vocabulary. Without an optimizer's state nothing is told of training.
     """
     roles = parameters_by_role(infos, vocab_size)
     flops = forward_flops(infos, config, vocab_size)
-    memory = memory_estimate(infos, config, optimizer_state, mesh)
     rows = [("parameters", _si(sum(roles.values())))]
     rows += [(f"  {role}", _si(count)) for role, count in _largest_first(roles)]
     rows += [("  active per token", _si(active_parameters(infos, config, vocab_size)))]
     rows += [("forward FLOPs per token", _si(sum(flops.values())))]
     rows += [(f"  {part}", _si(count)) for part, count in _largest_first(flops)]
+    if optimizer_state is None:
+        return rows
+    memory = memory_estimate(infos, config, optimizer_state, mesh)
     rows += [("training FLOPs per token", _si(TRAINING_FACTOR * sum(flops.values())))]
     rows += [("memory per device, estimated", decimal(round(sum(memory.values()))))]
     rows += [(f"  {purpose}", decimal(round(size))) for purpose, size in memory.items()]

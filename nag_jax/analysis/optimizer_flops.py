@@ -27,8 +27,7 @@ class UpdateFlops(NamedTuple):
 def update_flops(options: Mapping[str, Any], infos: Mapping[str, Any]) -> UpdateFlops:
     """Counts an update, refreshes spread over the steps between them.
 
-    Elementwise work, AdamW's all, counts nothing; sides without a factor are counted as if they had
-    one.
+    Elementwise work, AdamW's all, counts nothing.
 
     Args:
         options: The config's `optimizer` node, complete.
@@ -60,21 +59,33 @@ def _spectral(options, m, n):
     return UpdateFlops(SVD[0] * high * low**2 + SVD[1] * low**3 + 2 * high * low**2, 0.0)
 
 
+def _sides(options, m, n):
+    """Lengths of the sides that have a factor."""
+    return [side for side in (m, n) if side <= options["max_side"]]
+
+
 def _soap(options, m, n):
     # Sorting, the power step, QR and the moment's new basis; factors, into and out of the basis.
-    sides, cubes = m * n * (m + n), m**3 + n**3
-    refresh = 4 * sides + (2 + 2 + QR) * cubes
-    return UpdateFlops(refresh / options["refresh_every"], 6 * sides)
+    sides = _sides(options, m, n)
+    products, cubes = m * n * sum(sides), sum(side**3 for side in sides)
+    refresh = 4 * products + (2 + 2 + QR) * cubes
+    return UpdateFlops(refresh / options["refresh_every"], 6 * products)
 
 
 def _shampoo(options, m, n):
-    sides, cubes = m * n * (m + n), m**3 + n**3  # roots; factors, direction
-    return UpdateFlops((EIGH + 2) * cubes / options["refresh_every"], 4 * sides)
+    sides = _sides(options, m, n)
+    roots = (EIGH + 2) * sum(side**3 for side in sides)
+    factors_and_direction = 4 * m * n * sum(sides)
+    return UpdateFlops(roots / options["refresh_every"], factors_and_direction)
 
 
 def _kl_shampoo(options, m, n):
-    refresh = (2 + QR) * (m**3 + n**3)
-    return UpdateFlops(refresh / options["refresh_every"], 8 * m * m * n + 10 * m * n * n)
+    # Of each side factor, gradient in its basis, direction into and out of it; with both sides the
+    # gradient in both bases.
+    sides = _sides(options, m, n)
+    refresh = (2 + QR) * sum(side**3 for side in sides)
+    both = 2 * m * n * n if len(sides) == 2 else 0
+    return UpdateFlops(refresh / options["refresh_every"], 8 * m * n * sum(sides) + both)
 
 
 _OF_ONE = {

@@ -1,4 +1,4 @@
-"""How long a training step takes at the least, from FLOPs, bytes of memory and bytes of links.
+"""How long a step takes at the least, from FLOPs, bytes of memory and bytes of links.
 
 All of it is our own arithmetic (no paper's): a bound of what a device could do, and the time if
 nothing overlapped. Neither knows of latencies, of kernels that fall short of the peak, or of hosts.
@@ -8,30 +8,58 @@ from typing import NamedTuple
 
 from nag_jax.sharding.hardware import Chip
 
-ASSUMPTIONS = (
+_PEAK = (
     "Products run at the chip's published peak: bfloat16's, or float32's where the model computes "
-    "in float32; the optimizer's run at float32's. Attention counts its causal half.",
-    "Memory moves, for each micro-batch, the weights in use three times, gradients and every kept "
-    "activation twice, and once a step parameters and optimizer state, each way.",
-    "Links carry the collectives of every step at the published bandwidth, one after the other; "
-    "those in branches, such as a refresh of SOAP's bases, are not counted.",
-    "Lower bound: the largest of the three alone. Without overlap: their sum. The truth lies "
-    "above the lower bound.",
+    "in float32; the optimizer's at that of their own dtype. Attention counts its causal half."
 )
+_LINKS = (
+    "Links carry the collectives of every run at the published bandwidth, one after the other; "
+    "those in branches, such as a refresh of SOAP's bases, are not counted."
+)
+_BOUND = (
+    "Lower bound: the largest of the three alone. Without overlap: their sum. The truth lies "
+    "above the lower bound."
+)
+
+# What estimates of each kind of step assume.
+ASSUMPTIONS = {
+    "train": (
+        _PEAK,
+        "Memory moves, for each micro-batch, the weights in use three times, gradients and every "
+        "kept activation twice, and once a step parameters and optimizer state, each way.",
+        _LINKS,
+        _BOUND,
+    ),
+    "evaluate": (
+        _PEAK,
+        "Memory moves the weights once a batch, those that other devices hold twice more; no "
+        "activation is counted.",
+        _LINKS,
+        _BOUND,
+    ),
+    "decode": (
+        _PEAK,
+        "Memory moves the weights once for each token, those that other devices hold twice more; "
+        "of experts no more than the rows can choose; and the whole cache once.",
+        _LINKS,
+        _BOUND,
+    ),
+}
 
 
 class Work(NamedTuple):
     """What one device does in a step.
 
     Attributes:
-        model_flops: Of the model, forward and backward, without what is computed again.
+        model_flops: Of the model, in training forward and backward, without what is computed again.
         again_flops: What the backward pass computes again.
-        optimizer_flops: Of the update, in float32.
+        optimizer_flops: Of the optimizer's update.
         memory_bytes: To and from its memory.
         link_bytes: Received from other devices.
         tokens: Of the step on all devices.
         devices: Their number.
         float32: Whether the model's products are float32.
+        optimizer_float32: Whether the optimizer's are.
     """
 
     model_flops: float
@@ -42,6 +70,7 @@ class Work(NamedTuple):
     tokens: int
     devices: int
     float32: bool
+    optimizer_float32: bool
 
 
 class Estimate(NamedTuple):
@@ -70,9 +99,12 @@ class Estimate(NamedTuple):
 
 def estimate(work: Work, chip: Chip, one_host: bool) -> Estimate:
     """Returns the roofline of a step; links between hosts are slower for GPUs."""
-    peak = chip.flops32 if work.float32 else chip.flops
+    peak, optimizer_peak = (
+        chip.flops32 if float32 else chip.flops
+        for float32 in (work.float32, work.optimizer_float32)
+    )
     return Estimate(
-        (work.model_flops + work.again_flops) / peak + work.optimizer_flops / chip.flops32,
+        (work.model_flops + work.again_flops) / peak + work.optimizer_flops / optimizer_peak,
         work.memory_bytes / chip.bandwidth,
         work.link_bytes / (chip.link if one_host else min(chip.link, chip.network)),
         work,
@@ -80,8 +112,8 @@ def estimate(work: Work, chip: Chip, one_host: bool) -> Estimate:
     )
 
 
-def memory_bytes(memory: dict[str, float], weights_in_use: float, micro_batches: int) -> float:
-    """Bytes that a step moves (see `ASSUMPTIONS`).
+def training_bytes(memory: dict[str, float], weights_in_use: float, micro_batches: int) -> float:
+    """Bytes that a training step moves (see `ASSUMPTIONS`).
 
     Args:
         memory: Of `flops.memory_estimate`, whose activations are those of one micro-batch.

@@ -84,8 +84,7 @@ def placed_batches(
         mesh: Where to put them.
     """
     sharding = rules.batch_sharding(mesh)
-    size = -(-min(batch_size, len(rows)) // mesh.size) * mesh.size
-    for batch in evaluation_batches(rows, size):
+    for batch in evaluation_batches(rows, padded_size(min(batch_size, len(rows)), mesh)):
         placed = {
             name: jax.make_array_from_callback(
                 x.shape, sharding, lambda index, x=x: np.asarray(x)[index]
@@ -94,6 +93,25 @@ def placed_batches(
             if name != "documents"
         }
         yield batch, placed
+
+
+def padded_size(batch_size: int, mesh: Mesh) -> int:
+    """Rows of a batch, rounded up to what the mesh divides."""
+    return -(-batch_size // mesh.size) * mesh.size
+
+
+def score_program(model: LanguageModel, mesh: Mesh) -> Callable:
+    """The jitted function that the evaluator runs on each batch.
+
+    It takes (params, balance, batch, step) as `LanguageModel.evaluate_batch` does and returns the
+    nats of each target, how many targets were the most likely token, and the summed taps.
+    """
+
+    def score(params, balance, batch, step):
+        out = model.evaluate_batch(params, batch, step, True, balance)
+        return out["nats"], jnp.sum(out["correct"]), out["taps"]
+
+    return jax.jit(score, out_shardings=NamedSharding(mesh, P()))
 
 
 def make_evaluator(
@@ -110,12 +128,7 @@ def make_evaluator(
         (params, balance, rows, step) -> Evaluation, where rows come from `nag_jax.data.store` and
         step is the number of optimizer steps behind the parameters.
     """
-
-    def score(params, balance, batch, step):
-        out = model.evaluate_batch(params, batch, step, True, balance)
-        return out["nats"], jnp.sum(out["correct"]), out["taps"]
-
-    score = jax.jit(score, out_shardings=NamedSharding(mesh, P()))
+    score = score_program(model, mesh)
 
     def evaluate(params: Any, balance: Any, rows: Any, step: int) -> Evaluation:
         nats = np.zeros(len(rows.document_names), np.float64)

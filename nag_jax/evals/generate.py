@@ -116,7 +116,7 @@ def most_likely(
     return (ordered > level) | (equal & counts(number + rank, probability + rank * probabilities))
 
 
-class _Programs(NamedTuple):
+class Programs(NamedTuple):
     """Jitted functions of one model: they compile once for each bucket of shapes."""
 
     first: Callable  # whole prompts in, one token a row and the state out
@@ -124,7 +124,9 @@ class _Programs(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)
-def _programs(model: LanguageModel) -> _Programs:
+def decode_programs(model: LanguageModel) -> Programs:
+    """Returns the programs that `generate` runs."""
+
     def choose(logits, state, keys, settings):
         # The number of tokens before, so that a row's draws do not depend on its padding.
         lengths = state["position"] - state["start"]
@@ -141,12 +143,13 @@ def _programs(model: LanguageModel) -> _Programs:
         out = model.decode_step(params, tokens, state, step, balance)
         return choose(*out, keys, settings)
 
-    return _Programs(
+    return Programs(
         jax.jit(first, static_argnames="length"), jax.jit(advance, donate_argnames="state")
     )
 
 
-def _bucket(length: int) -> int:
+def bucket(length: int) -> int:
+    """Columns of the prompts, or of the cache, that serve so many."""
     for size in _BUCKETS:
         if length <= size:
             return size
@@ -253,7 +256,7 @@ def generate(
         jnp.int32(min(top_k, model.vocab_size)),
         jnp.float32(top_p),
     )
-    programs, step = _programs(model), jnp.int32(step)
+    programs, step = decode_programs(model), jnp.int32(step)
     with jax.set_mesh(mesh):
         for first in range(0, len(ids), batch_size):
             chosen = slice(first, first + batch_size)
@@ -288,8 +291,8 @@ class _Batch(NamedTuple):
         cls, ids: list[list[int]], first: int, context: int, seed: int, filler: int, mesh: Mesh
     ) -> "_Batch":
         """Pads prompts, the first of which is number `first`, to a bucket of rows and columns."""
-        columns = min(_bucket(max(map(len, ids))), context)
-        count = _padded_count(len(ids), mesh)
+        columns = min(bucket(max(map(len, ids))), context)
+        count = padded_count(len(ids), mesh)
         tokens = np.full((count, columns), filler, np.int32)
         for row, sequence in zip(tokens, ids, strict=False):
             row[columns - len(sequence) :] = sequence
@@ -299,10 +302,10 @@ class _Batch(NamedTuple):
         return cls(tokens, columns - np.array(lengths, np.int32), keys)
 
     def run(
-        self, programs: _Programs, variables: Any, most: int, step: jax.Array, settings: Any
+        self, programs: Programs, variables: Any, most: int, step: jax.Array, settings: Any
     ) -> Iterator[np.ndarray]:
         """The next token of every row, up to `most` times."""
-        length = _bucket(self.tokens.shape[1] + most - 1)
+        length = bucket(self.tokens.shape[1] + most - 1)
         drawn, state = programs.first(
             variables, self.tokens, self.start, length, step, self.keys, settings
         )
@@ -354,7 +357,7 @@ class _Row:
         return piece
 
 
-def _padded_count(prompts: int, mesh: Mesh) -> int:
+def padded_count(prompts: int, mesh: Mesh) -> int:
     """Rows of the batch: a power of two, and a multiple of the devices that share rows."""
     count = 1 << (prompts - 1).bit_length()
     shards = rules.batch_shards(mesh)

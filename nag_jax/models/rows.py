@@ -101,6 +101,8 @@ def _refusal(kernel: str, platform: str, dtype: jnp.dtype) -> str | None:
         return f"runs on GPU, not on {platform.upper()}"
     if importlib.util.find_spec("tokamax") is None:
         return "is not installed"
+    if jax.default_backend() != "gpu":  # it asks the attached device, not the mesh
+        return "cannot be compiled where no GPU is attached"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16: it does not promise {dtype} products"
     return None

@@ -5,9 +5,11 @@ TPU needs libtpu (`pip install 'jax[tpu]'`), NVIDIA GPU the CUDA plugin of JAX a
 
 import functools
 import importlib.util
+import math
 import os
 import re
 import shutil
+from typing import Any
 
 from etils import epath
 
@@ -28,6 +30,7 @@ _HOPPER = (
     "cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }} }}"
 )
 _NAME = re.compile(r"(?P<chip>\w+):(?P<shape>\d+(x\d+)*)")
+MOST_CPUS = 1024  # simulated ones share this machine
 EXAMPLES = "v5e:4x4, v5p:2x2x1, v6e:2x4, tpu7x:2x2x1, h200:8, h100:2x8 (two hosts of 8), cpu:8"
 
 
@@ -47,6 +50,10 @@ def parse_topology(name: str) -> tuple[str, tuple[int, ...]]:
     shape = tuple(int(length) for length in match["shape"].split("x"))
     if 0 in shape:
         raise UserError(f"--topology={name} has no devices")
+    if match["chip"] == "cpu" and (len(shape) > 1 or shape[0] > MOST_CPUS):
+        raise UserError(
+            f"--topology={name}: CPUs are cpu:count, such as cpu:8, and at most {MOST_CPUS}"
+        )
     return match["chip"], shape
 
 
@@ -63,8 +70,6 @@ def absent_devices(name: str) -> list:
     chip, shape = parse_topology(name)
     if chip == "cpu":
         devices = jax.devices("cpu")
-        if len(shape) > 1:
-            raise UserError(f"--topology={name}: CPUs are cpu:count, such as cpu:8")
         if len(devices) != shape[0]:
             raise UserError(f"--topology={name}: this process has {len(devices)} CPU devices")
         return devices
@@ -72,7 +77,14 @@ def absent_devices(name: str) -> list:
         _require("libtpu", "TPU", "pip install 'jax[tpu]'")
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nothing is run on a chip
         os.environ.setdefault("TPU_LOG_DIR", "disabled")
-        told = {"platform": "tpu", "topology_name": f"{chip}:{'x'.join(map(str, shape))}"}
+        told: dict[str, Any] = {
+            "platform": "tpu",
+            "topology_name": f"{chip}:{'x'.join(map(str, shape))}",
+        }
+        if math.prod(shape) == 1:
+            told["chips_per_host_bounds"] = [1, 1, 1]
+        if chip == "v4":  # else each of a chip's two cores is a device
+            told["chip_config_name"] = "megacore"
     else:
         _require("jax_cuda13_plugin", "NVIDIA GPUs", "pip install 'jax[cuda13]'")
         if not _has_ptxas():
@@ -90,7 +102,7 @@ def absent_devices(name: str) -> list:
     try:
         return list(get_topology_desc(**told).devices)
     except Exception as error:  # the plugins raise what they like
-        reason = str(error).strip().splitlines()[0][:200]
+        reason = str(error).strip().splitlines()[0][:200].removeprefix("INVALID_ARGUMENT: ")
         raise UserError(f"--topology={name} cannot be compiled for: {reason}") from error
 
 

@@ -27,27 +27,21 @@ def implementations(config: ConfigDict) -> list[tuple[str, str, str]]:
     return chosen
 
 
-def print_header(
+def print_model(
     config: ConfigDict,
     model: LanguageModel,
-    optimizer: optax.GradientTransformation,
     mesh: Mesh,
+    optimizer: optax.GradientTransformation | None = None,
 ) -> None:
-    """Prints the table of the model, the mesh and the implementation chosen per operation."""
+    """Prints the model, with what training costs if there is an optimizer, and the mesh."""
     kinds = ", ".join(
         f"{node} {config.model[node].kind}" for node in ("connection", "attention", "feedforward")
     )
     table = Table(title=f"{blocks_in_words(config.model)}: {kinds}")
     table.add_column("quantity")
     table.add_column("value", justify="right")
-    optimizer_state = abstract_state(model, optimizer, mesh).opt_state
-    for row in model_table(
-        model.infos,
-        config,
-        model.vocab_size,
-        optimizer_state,
-        mesh,
-    ):
+    optimizer_state = optimizer and abstract_state(model, optimizer, mesh).opt_state
+    for row in model_table(model.infos, config, model.vocab_size, optimizer_state, mesh):
         table.add_row(*row)
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
@@ -56,5 +50,10 @@ def print_header(
     console.print(
         f"{mesh.size} x {device.device_kind} ({device.platform}), mesh {axes}", markup=False
     )
+
+
+def print_implementations(config: ConfigDict) -> None:
+    """Prints the implementation chosen per operation, and why."""
+    console = Console(highlight=False, soft_wrap=True)
     for operation, implementation, reason in implementations(config):
         console.print(f"{operation}: {implementation} ({reason})", markup=False)

@@ -38,7 +38,7 @@ from nag_jax.training.checkpoints import (
     absolute,
 )
 from nag_jax.training.errors import RunFailed
-from nag_jax.training.header import implementations, print_header
+from nag_jax.training.header import implementations, print_implementations, print_model
 from nag_jax.training.metrics import MetricsWriter
 from nag_jax.training.progress import Progress, measure_matmul_peak
 from nag_jax.training.state import TrainState
@@ -104,7 +104,8 @@ def train(
     mesh = make_mesh(config.mesh, devices)
     model = build_model(config, prepared.tokenizer.vocab_size)
     optimizer, schedule = build_optimizer(config.optimizer, config.train.steps, model.infos)
-    print_header(config, model, optimizer, mesh)
+    print_model(config, model, mesh, optimizer)
+    print_implementations(config)
     with contextlib.ExitStack() as stack:
         processes.from_first(lambda: stack.enter_context(only_run(workdir)))
         keep = ("keep_last", "keep_best", "keep_steps", "keep_log_spaced")

@@ -194,3 +194,35 @@ def test_a_loop_counts_every_run_and_no_parameter_twice():
     _, shallow = build(*four)
     counts = [flops.parameters_by_role(m.infos, VOCAB) for m in (model, shallow)]
     assert counts[0] == counts[1]
+
+
+def test_bytes_of_weights_in_a_forward_pass():
+    """Stored parts are read; what other devices hold is written and read as it is used."""
+    config, model = build(*SIZES, "model.connection.kind=prenorm", "model.connection.head=free")
+    sizes = {path: info.size for path, info in flatten(model.infos).items()}
+    (table,) = (p for p, info in flatten(model.infos).items() if info.role == "embedding")
+    read = sum(size for path, size in sizes.items() if path != table)
+    mesh = AbstractMesh((1, 1, 1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 4)
+    assert flops.weight_traffic(model.infos, config, 1, mesh) == 4 * read
+
+    split = AbstractMesh((1, 2, 1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 4)
+    wide = sum(
+        info.size
+        for path, info in flatten(model.infos).items()
+        if "embed" in info.axes and path != table
+    )
+    assert flops.weight_traffic(model.infos, config, 1, split) == pytest.approx(
+        4 * (read - wide) + 4 * wide / 2 + 2 * 4 * wide
+    )
+
+
+def test_no_more_experts_are_read_than_tokens_choose():
+    overrides = ("model.feedforward.kind=moe", "model.feedforward.num_experts=4")
+    config, model = build(*SIZES, *overrides, "model.feedforward.top_k=1")
+    mesh = AbstractMesh((1, 1, 1, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 4)
+    one, three, many = (
+        flops.weight_traffic(model.infos, config, tokens, mesh) for tokens in (1, 3, 100)
+    )
+    experts = 4 * sum(i.size for i in flatten(model.infos).values() if "expert" in i.axes)
+    assert many - one == pytest.approx(0.75 * experts)
+    assert many - three == pytest.approx(0.25 * experts)

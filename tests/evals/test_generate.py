@@ -149,7 +149,7 @@ def test_pieces_of_a_batch(loaded):
 def test_one_program_for_each_bucket(loaded):
     """Lengths of prompts and outputs, and all settings, share programs."""
     loaded.generate("b")
-    programs = generate_lib._programs(loaded.model)
+    programs = generate_lib.decode_programs(loaded.model)
     before = [program._cache_size() for program in programs]
     loaded.generate("bcd", max_tokens=3, temperature=0.5, top_k=3, top_p=0.9, seed=9)
     loaded.generate("bc", max_tokens=5)
@@ -169,7 +169,7 @@ def test_a_token_does_not_copy_the_cache():
     }
     keys = jax.vmap(jax.random.key)(jnp.arange(4))
     settings = (jnp.float32(1), jnp.int32(0), jnp.float32(1))
-    advance = generate_lib._programs(model).advance
+    advance = generate_lib.decode_programs(model).advance
     tokens = jax.ShapeDtypeStruct((4,), jnp.int32)
     memory = (
         advance.lower((params, {}), state, tokens, 0, keys, settings).compile().memory_analysis()

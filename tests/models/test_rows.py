@@ -159,10 +159,14 @@ def test_choices():
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_tokamax_serves_gpu_where_it_is_installed(installed, monkeypatch):
+@pytest.mark.parametrize("attached", [False, True])
+def test_tokamax_serves_gpu_where_it_and_one_are_there(installed, attached, monkeypatch):
     monkeypatch.setattr(rows.importlib.util, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu" if attached else "cpu")
     choice = rows.choose("auto", "gpu", dtype="bfloat16")
-    assert choice.name == ("tokamax" if installed else "blocked")
+    assert choice.name == ("tokamax" if installed and attached else "blocked")
+    if installed and not attached:  # such as where a plan is compiled
+        assert "no GPU is attached" in choice.reason
     assert rows.choose("auto", "gpu", dtype="float32").name == "blocked"
 
 

@@ -82,19 +82,59 @@ def test_asynchronous_collectives_and_small_floats(line, size):
     assert [one.bytes for one in collectives(text, 4)] == [size]
 
 
-def test_a_loop_counted_by_its_condition():
-    """Compiled for TPU a loop does not say how often it runs, but its condition does."""
-    text = LOOP.replace("known_trip_count", "other").replace(
-        "  ROOT %less = pred[] compare(%i, %n), direction=LT",
-        "  %n = s32[]{:T(128)} constant(9)\n"
-        "  ROOT %less = pred[]{:T(512)} compare(%i, %n), direction=LT, metadata={}",
-    )
-    assert [one.times for one in collectives(text, 4)][1] == 9
+COUNTED = """
+%body (carry: (u32[], f32[8,4])) -> (u32[], f32[8,4]) {
+  %carry = (u32[]{:T(128)}, /*index=1*/f32[8,4]{1,0:T(8,128)}) parameter(0)
+  %i = u32[]{:T(128)} get-tuple-element(%carry), index=0
+  %by = u32[]{:T(128)} constant(2)
+  %more = u32[]{:T(128)} add(%i, %by), metadata={op_name="a"}
+  %sent = f32[8,4]{1,0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}, metadata={op_name="a/b"}
+  ROOT %next = (u32[]{:T(128)}, /*index=1*/f32[8,4]{1,0:T(8,128)}) tuple(%more, /*index=1*/%sent)
+}
+%condition (carry: (u32[], f32[8,4])) -> pred[] {
+  %carry = (u32[]{:T(128)}, /*index=1*/f32[8,4]{1,0:T(8,128)}) parameter(0)
+  %n = u32[]{:T(128)} constant(9)
+  %i = u32[]{:T(128)} get-tuple-element(%carry), index=0
+  ROOT %less = pred[]{:T(512)} compare(%i, %n), direction=LT, metadata={op_name="a"}
+}
+ENTRY %main (x: f32[8,4]) -> f32[8,4] {
+  %zero = u32[]{:T(128)} constant(0)
+  %copied = u32[]{:T(128)} copy(%zero)
+  %start = (u32[]{:T(128)}, /*index=1*/f32[8,4]{1,0:T(8,128)}) tuple(%copied, /*index=1*/%x)
+  %loop = (u32[]{:T(128)}, /*index=1*/f32[8,4]{1,0:T(8,128)}) while(%start), condition=%condition, body=%body
+  %two = bf16[8,4]{1,0} all-gather(%y), replica_groups=[1,4]<=[4], dimensions={0}
+}
+"""
 
 
-def test_what_cannot_be_counted_is_refused():
-    with pytest.raises(ValueError, match="unknown number of iterations around: %one"):
-        collectives(LOOP.replace("known_trip_count", "other"), 4)
+@pytest.mark.parametrize(
+    "old, new, times",
+    [
+        ("", "", 5),  # 0, 2, 4, 6, 8: a loop that the partitioner made
+        ("constant(0)", "constant(3)", 3),
+        ("u32[]", "s32[]", 5),
+        ("%by = u32[]{:T(128)} constant(2)", "%by = u32[]{:T(128)} constant(1)", 9),
+        ("constant(9)", "constant(-1)", 0),
+        ("constant(9)", "parameter(1)", None),  # as often as the data say
+        ("constant(0)", "parameter(1)", None),
+        ("add(%i, %by)", "multiply(%i, %by)", None),
+        ("direction=LT", "direction=NE", None),
+    ],
+)
+def test_a_loop_counted_by_its_counter(old, new, times):
+    """Compiled for TPU a loop does not say how often it runs, but its counter does."""
+    found = collectives(COUNTED.replace(old, new), 4)
+    assert [(one.kind, one.times) for one in found] == [
+        ("collective-permute", times),
+        ("all-gather", 1),
+    ]
+
+
+def test_what_cannot_be_counted_is_in_no_total():
+    found = collectives(LOOP.replace("known_trip_count", "other"), 4)
+    assert [one.times for one in found] == [1, None, 1, 1, 1, 1, 1]
+    with pytest.raises(ValueError, match="unknown number of iterations around all-reduce of a/b"):
+        totals(found)
     with pytest.raises(ValueError, match="no ENTRY"):
         collectives("nothing", 4)
 

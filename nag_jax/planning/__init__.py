@@ -1,0 +1,1 @@
+"""What a configuration costs on devices that are not there; the binary is `nag_jax/plan.py`."""
