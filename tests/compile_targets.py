@@ -1,5 +1,7 @@
 """Meshes of accelerators that are not there, to compile for. Tests skip where none can be made."""
 
+import contextlib
+
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -22,10 +24,17 @@ def gpu_mesh(count: int = 4, shape: tuple[int, ...] = SQUARE) -> Mesh:
 
 
 def _mesh(topology: str, shape: tuple[int, ...]) -> Mesh:
-    try:
+    with skip_without_compiler():
         devices = absent_devices(topology)
+    return Mesh(np.array(devices).reshape(shape), MESH_AXES)
+
+
+@contextlib.contextmanager
+def skip_without_compiler():
+    """Skips where a topology cannot be compiled for, because a package or ptxas is missing."""
+    try:
+        yield
     except UserError as error:
         if "must be installed" in str(error) or "ptxas" in str(error):
             pytest.skip(str(error))
         raise
-    return Mesh(np.array(devices).reshape(shape), MESH_AXES)

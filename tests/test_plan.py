@@ -65,6 +65,7 @@ def test_what_does_not_fit_the_devices_is_told_before_anything_compiles(plan):
     assert_refused(plan(SMOKE, "--topology=cpu:4", "--search"), "--search", "not cpu")
 
 
+@pytest.mark.absent_device
 @pytest.mark.slow
 def test_a_step_on_chips_that_are_not_there(plan):
     if importlib.util.find_spec("libtpu") is None:
@@ -84,6 +85,7 @@ def test_a_step_on_chips_that_are_not_there(plan):
         assert words in result.out, (words, result.out)
 
 
+@pytest.mark.absent_device
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "step, words",
@@ -103,6 +105,7 @@ def test_other_steps_on_chips_that_are_not_there(plan, step, words):
         assert part not in result.out.partition("- Products")[0], (part, result.out)
 
 
+@pytest.mark.absent_device
 @pytest.mark.slow
 def test_a_search_ends_with_a_plan_that_fits(plan):
     if importlib.util.find_spec("libtpu") is None:

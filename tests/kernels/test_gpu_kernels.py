@@ -19,6 +19,8 @@ from jax.sharding import NamedSharding
 from pallas_kernels import nag_update
 from pallas_kernels.nag_update import choose, triton_call
 
+pytestmark = pytest.mark.absent_device
+
 ROOT = Path(__file__).parents[2]
 WIDTHS = {
     "pallas_triton": (3, 64, 256, 928, 1024, 1408, 2048, 3001, 4096, 8192),

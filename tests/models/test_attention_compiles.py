@@ -17,6 +17,8 @@ from nag_jax.models.attention_kernels import attend
 from nag_jax.models.chunked_attention import SAVED_NAMES
 from pallas_kernels.platform import platform_in_use
 
+pytestmark = pytest.mark.absent_device
+
 ROWS = P(("data", "fsdp"))
 
 

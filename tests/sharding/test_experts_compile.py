@@ -18,6 +18,8 @@ from nag_jax.parameters import declare, info_of
 from nag_jax.sharding import experts
 from nag_jax.sharding.rules import BATCH_AXES, parameter_spec
 
+pytestmark = pytest.mark.absent_device
+
 ROWS = P(BATCH_AXES)
 AXES = {
     "gate": ("expert", "embed", "hidden"),

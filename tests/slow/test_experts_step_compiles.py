@@ -16,6 +16,8 @@ from nag_jax.sharding.rules import batch_sharding
 from nag_jax.training.state import abstract_state
 from nag_jax.training.step import jit_train_step, train_step
 
+pytestmark = pytest.mark.absent_device
+
 
 def compile_step(mesh, implementation):
     """A whole training step of NAG, CCGQA and experts under Muon, in bfloat16, 16 rows."""
