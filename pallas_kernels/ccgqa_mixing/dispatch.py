@@ -60,7 +60,7 @@ def choose(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        reach=sum(kernels) - 2,
+        kernels=kernels,
         dtype=jnp.dtype(dtype),
     )
     if implementation == "auto":

@@ -26,7 +26,7 @@ MAX_REACH = 8
 # All generations have at least 64 MiB; the 16 that are a kernel's by default hold no such blocks.
 VMEM_LIMIT = 48 * 2**20
 # Arrays of a block's tokens by all features, as float32, alive at once in the backward body.
-LIVE = 12
+LIVE = 8
 
 
 class HeadsWeights(NamedTuple):
@@ -50,17 +50,19 @@ def refusal(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    reach: int,
+    kernels: tuple[int, int],
     dtype: jnp.dtype,
 ) -> str:
-    """Why the kernel cannot serve, or nothing; `reach` is how far back the convolutions look."""
+    """Why the kernel cannot serve, or nothing; `kernels` as `dispatch.choose` takes them."""
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"takes float32 and bfloat16, not {dtype.name}"
-    if reach > MAX_REACH:
+    if (reach := sum(kernels) - 2) > MAX_REACH:
         return f"looks {MAX_REACH} tokens back at most, not {reach}"
     padded = -(-head_dim // LANES) * LANES
-    heads = num_heads + 2 * num_kv_heads
-    if 4 * LIVE * heads * padded * BLOCK_TILES * tile_tokens(dtype) > VMEM_LIMIT:
+    tokens = LIVE * 4 * (num_heads + 2 * num_kv_heads) * padded * BLOCK_TILES * tile_tokens(dtype)
+    # Weights and their gradients, each twice as all that is moved.
+    learned = 2 * (dtype.itemsize + 4) * kernels[1] * (num_heads + num_kv_heads) * head_dim * padded
+    if tokens + learned > VMEM_LIMIT:
         return f"has no room for {num_heads} and {num_kv_heads} heads of {head_dim}"
     return ""
 
