@@ -106,6 +106,7 @@ RULES: dict[str, Rule] = {
         "auto", "reference", "mosaic_tpu", "pallas_triton", "mosaic_gpu", "triton"
     ),
     "model.attention.implementation": _one_of("auto", "chunked", "splash"),
+    "model.attention.mixing": _one_of("auto", "reference", "mosaic_tpu"),
     "model.attention.depthwise_kernel": _at_least(1),
     "model.attention.grouped_kernel": _at_least(1),
     "model.feedforward.hidden": _at_least(1),

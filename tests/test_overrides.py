@@ -98,6 +98,7 @@ LEAVES: dict[str, Leaf] = {
     "model.attention.qk_norm": Leaf("true", "model"),
     "model.attention.query_chunk": Leaf("6", "model"),
     "model.attention.implementation": Leaf("chunked", "implementations"),
+    "model.attention.mixing": Leaf("reference", "implementations"),
     "model.connection.implementation": Leaf("reference", "implementations"),
     "model.strict_kernels": Leaf("true", "implementations"),
     "model.attention.depthwise_kernel": Leaf("3", "model"),

@@ -89,25 +89,6 @@ def gathered(w: nnx.Param | jax.Array, dtype: jnp.dtype) -> jax.Array:
     return rules.gather_weight(w.astype(dtype))
 
 
-def contract_by_head(site: str, x: jax.Array, w: jax.Array, numerics: Numerics) -> jax.Array:
-    """As `contract`, with a weight of its own for each head.
-
-    Args:
-        site: Stable name of the place.
-        x: Activation [N, *tokens, in].
-        w: Weights [N, in, out] in their stored dtype.
-        numerics: The model's numerics.
-
-    Returns:
-        The products [N, *tokens, out] in the compute dtype.
-    """
-    with jax.named_scope(site):
-        weights = rules.gather_weight(w.astype(numerics.dtype))
-        flat = x.astype(numerics.dtype).reshape(x.shape[0], -1, x.shape[-1])
-        product = jnp.matmul(flat, weights, precision=PRECISION)
-        return product.reshape(*x.shape[:-1], w.shape[-1])
-
-
 def contract_grouped(
     site: str,
     rows: jax.Array,

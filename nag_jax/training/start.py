@@ -50,6 +50,7 @@ RESUMABLE_KEYS = (
     "mesh.",
     "metrics.",
     "model.attention.implementation",
+    "model.attention.mixing",
     "model.attention.query_chunk",
     "model.feedforward.exchange",
     "model.feedforward.implementation",

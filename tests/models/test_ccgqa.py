@@ -257,6 +257,22 @@ def test_bfloat16_is_close_to_float32():
     assert np.std(rounded.astype(jnp.float32) - y) < 0.03 * np.std(y)
 
 
+@pytest.mark.slow
+def test_fused_mixing_is_that_of_the_reference():
+    """Output and gradients of the branch, with the kernel interpreted."""
+    x = np.random.default_rng(9).normal(size=(2, 21, D_MODEL)).astype(np.float32)
+    context = context_of(np.stack([packed(9, 12), packed(21)]))
+    results = []
+    for mixing in ("reference", "mosaic_tpu"):
+        params, run = branch(options_of(mixing=mixing, depthwise_kernel=3))
+
+        def loss(params, x, run=run):
+            return jnp.sum(jnp.sin(run(params, x, context).y))
+
+        results.append(jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), *results)
+
+
 def test_initial_values():
     """Convolutions as PyTorch's, unit logits but for the initialisation's key gain."""
 
