@@ -21,7 +21,6 @@ from nag_jax.evals import skipping
 from nag_jax.evals.bits_per_byte import Evaluation, make_evaluator
 from nag_jax.evals.loglikelihood import Scored, score_pairs
 from nag_jax.kinds import is_registered, kind_class
-from nag_jax.models.attention_kernels import KERNELS
 from nag_jax.models.stages import MAX_LOOPS
 from nag_jax.models.transformer import LanguageModel, build_model, with_loops
 from nag_jax.parameters import flatten
@@ -380,17 +379,25 @@ def _rebuilt(config: str, vocab_size: int, loops: int) -> LanguageModel:
     return build_model(_for_any_device(config), vocab_size, loops)
 
 
+# Leaves that may name what only some devices have, and the value that all of them have.
+_OF_DEVICES = (
+    ("attention", "implementation", "chunked"),
+    ("attention", "mixing", "reference"),
+    ("connection", "implementation", "reference"),
+    ("feedforward", "implementation", "auto"),
+    ("feedforward", "exchange", "auto"),
+)
+
+
 def _for_any_device(config: ConfigDict) -> ConfigDict:
     """The config, without insisting on a kernel of the devices that the run was trained on."""
     config = config.copy_and_resolve_references()
     with config.unlocked():
-        if config.model.attention.get("implementation") in KERNELS:
-            config.model.attention.implementation = "auto"
-        for name in ("implementation", "exchange"):
-            if name in config.model.feedforward and is_registered(
-                "model.feedforward", config.model.feedforward.kind
-            ):
-                config.model.feedforward[name] = "auto"
+        for part, name, plain in _OF_DEVICES:
+            node = config.model[part]
+            # A kind of the user's own may mean something else by the name.
+            if name in node and is_registered(f"model.{part}", node.kind) and node[name] != plain:
+                node[name] = "auto"
     return config
 
 

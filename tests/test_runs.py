@@ -147,13 +147,27 @@ def test_classes_of_a_user_are_imported_only_when_allowed(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("trained", "loaded"),
-    [("splash", "auto"), ("auto", "auto"), ("chunked", "chunked"), ("a user's word", None)],
+    ("part", "name", "trained", "loaded"),
+    [
+        ("attention", "implementation", "splash", "auto"),
+        ("attention", "implementation", "auto", "auto"),
+        ("attention", "implementation", "chunked", "chunked"),
+        ("attention", "mixing", "mosaic_tpu", "auto"),
+        ("connection", "implementation", "mosaic_gpu", "auto"),
+        ("connection", "implementation", "reference", "reference"),
+    ],
 )
-def test_a_run_needs_no_kernel_of_the_devices_it_was_trained_on(trained, loaded):
-    config = small_config(attention__implementation=trained)
-    assert runs._for_any_device(config).model.attention.implementation == (loaded or trained)
-    assert config.model.attention.implementation == trained
+def test_a_run_needs_no_kernel_of_the_devices_it_was_trained_on(
+    part, name, trained, loaded, monkeypatch
+):
+    config = small_config(
+        {f"model.{part}.{name}": trained}, attention__kind="ccgqa", connection__kind="nag"
+    )
+    assert runs._for_any_device(config).model[part][name] == loaded
+    assert config.model[part][name] == trained
+    # A user's own kind may mean anything by the name.
+    monkeypatch.setattr(runs, "is_registered", lambda node, kind: False)
+    assert runs._for_any_device(config).model[part][name] == trained
 
 
 @pytest.mark.slow

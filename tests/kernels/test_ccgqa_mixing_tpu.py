@@ -83,11 +83,16 @@ def test_every_array_moves_once(length, dtype):
 @pytest.mark.absent_device
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "topology, length",
-    [("v5e:2x2", 2048), ("v5e:2x2", 1999), ("v5p:2x2x1", 1999), ("v6e:2x2", 1999)],
+    "topology, length, head_dim, kernels, dtype",
+    [
+        ("v5e:2x2", 2048, 80, (2, 2), jnp.bfloat16),
+        ("v5e:2x2", 1999, 80, (2, 2), jnp.float32),
+        ("v5e:2x2", 1999, 80, (3, 4), jnp.bfloat16),
+        ("v5e:2x2", 1999, 128, (2, 2), jnp.bfloat16),
+        ("v5p:2x2x1", 1999, 80, (2, 2), jnp.bfloat16),
+        ("v6e:2x2", 1999, 80, (2, 2), jnp.bfloat16),
+    ],
 )
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("head_dim, kernels", [(80, (2, 2)), (128, (2, 2)), (80, (3, 4))])
 def test_the_compiler_takes_it_and_adds_no_copies(topology, length, head_dim, kernels, dtype):
     """No pad, slice, convert, copy or fusion of the size of the tokens, and no temporary one."""
     mesh = tpu_mesh(topology, (4, 1, 1, 1))
