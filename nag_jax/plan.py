@@ -8,6 +8,7 @@ CUDA plugin and ptxas) and prints parameters, FLOPs, memory, collectives and a r
 --search tries micro-batches, remat policies and meshes, ranks them by the estimate, compiles the
 best (--compile=0: none) and prints the fastest that fits. --step=evaluate and --step=decode do the
 same for a batch of evaluation, and for one token of --batch_size rows with --context tokens each.
+--places=20 lists where a TPU program spends its time by the compiler's own estimates.
 """
 
 from typing import Any
@@ -26,6 +27,7 @@ _CONTEXT = flags.DEFINE_integer("context", 0, "tokens of a decoded row; 0: data.
 _VOCAB = flags.DEFINE_integer("vocab_size", 0, "ids, if the tokenizer's file is not at hand")
 _SEARCH = flags.DEFINE_bool("search", False, "find the fastest way to train that fits")
 _COMPILE = flags.DEFINE_integer("compile", 3, "most that --search compiles; 0: estimates alone")
+_PLACES = flags.DEFINE_integer("places", 0, "slowest places of a TPU program to list")
 flags.mark_flag_as_required("topology")
 
 # Flags that only one of the steps reads.
@@ -59,7 +61,8 @@ def main(config: ConfigDict, flag_values: flags.FlagValues) -> int:
     else:
         plan = make_plan(step, target)
     training = flag_values.step == "train"
-    print_report(plan, target, _steps(plan.step.config, flag_values.tokens) if training else None)
+    steps = _steps(plan.step.config, flag_values.tokens) if training else None
+    print_report(plan, target, steps, flag_values.places)
     return cli.FAILED if plan.fits is False or plan.why_not else 0
 
 
@@ -80,8 +83,9 @@ def _check(config: ConfigDict, flag_values: flags.FlagValues) -> None:
         raise UserError(f"--tokens={flag_values.tokens}: it must be above 0, such as 50e9")
     if flag_values.batch_size < 1:
         raise UserError(f"--batch_size={flag_values.batch_size}: it must be at least 1")
-    if flag_values.vocab_size < 0:
-        raise UserError(f"--vocab_size={flag_values.vocab_size}: it must be above 0")
+    for name in ("vocab_size", "places"):
+        if flag_values[name].value < 0:
+            raise UserError(f"--{name}={flag_values[name].value}: it must be above 0")
     length = config.data.row_length
     if not 0 <= flag_values.context <= length:
         raise UserError(

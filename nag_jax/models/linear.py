@@ -1,4 +1,4 @@
-"""The contractions that every block weight goes through.
+"""The contractions that block weights go through, all but the convolutions of CCGQA.
 
 Numerics hang on a contraction's `site`, a stable name such as "attention/query", and touch no
 module: compute dtype today, quantisation and capture by the same names.

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from nag_jax.analysis import roofline
+from nag_jax.planning.places import Place, places
 from nag_jax.planning.steps import Step
 from nag_jax.sharding.collectives import Collective, collectives
 from nag_jax.sharding.hardware import CHIPS, Chip
@@ -63,6 +64,7 @@ class Plan(NamedTuple):
         why_not: The compiler's word where it refused, for want of memory or otherwise.
         collectives: What is sent.
         kernels: Fused kernels inside, with how often each is called in the program's text.
+        places: Where its time goes by the compiler's estimate, the slowest first.
         seconds: How long compiling took.
     """
 
@@ -74,6 +76,7 @@ class Plan(NamedTuple):
     why_not: str = ""
     collectives: tuple[Collective, ...] = ()
     kernels: dict[str, int] | None = None
+    places: tuple[Place, ...] = ()
     seconds: float = 0.0
 
 
@@ -105,6 +108,7 @@ def make_plan(step: Step, target: Target) -> Plan:
         fits=sum(memory.values()) < target.chip.usable if target.chip else None,
         collectives=sent,
         kernels=_kernels(text),
+        places=tuple(places(text)),
         seconds=seconds,
     )
 

@@ -14,8 +14,15 @@ from nag_jax.training.header import print_implementations, print_model
 _LARGEST_SHARE = 0.93
 
 
-def print_report(plan: Plan, target: Target, steps: int | None) -> None:
-    """Prints all of it; of a run of `steps` how long it takes, where that is asked for."""
+def print_report(plan: Plan, target: Target, steps: int | None, places: int = 0) -> None:
+    """Prints all of it.
+
+    Args:
+        plan: The plan.
+        target: What it is for.
+        steps: Of a run, to say how long it takes; None where nothing is trained.
+        places: How many of the slowest places to list.
+    """
     step = plan.step
     with jax.set_mesh(plan.mesh):
         print_model(step.config, step.model, plan.mesh, step.optimizer)
@@ -29,6 +36,8 @@ def print_report(plan: Plan, target: Target, steps: int | None) -> None:
     for row in rows + _seconds(plan, steps):
         table.add_row(*row)
     console.print(table)
+    if places and plan.memory:
+        console.print(_places(plan, places))
     if plan.why_not:
         console.print(f"The compiler refused: {plan.why_not}", markup=False)
     if plan.estimate:
@@ -96,6 +105,20 @@ def _seconds(plan: Plan, steps: int | None) -> list[tuple[str, str]]:
                 )
             )
     return rows
+
+
+def _places(plan: Plan, most: int) -> Table:
+    total = sum(place.cycles for place in plan.places)
+    table = Table("place", "cycles, millions", "share", "operations run")
+    table.title = f"{total / 1e6:,.1f} million cycles by the compiler's estimate, without kernels"
+    for place in plan.places[:most]:
+        table.add_row(
+            place.name,
+            f"{place.cycles / 1e6:,.2f}",
+            f"{place.cycles / total:.1%}",
+            f"{place.runs:,}",
+        )
+    return table
 
 
 def _duration(hours: float) -> str:

@@ -9,6 +9,8 @@ import re
 from collections import defaultdict
 from typing import NamedTuple
 
+from nag_jax.sharding.programs import instructions
+
 KINDS = (
     "all-gather",
     "all-reduce",
@@ -21,21 +23,14 @@ KINDS = (
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2}
 _BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _COLLECTIVE = re.compile(rf"= (.+?) ({'|'.join(KINDS)})(-start)?\(")
 _ARRAY = re.compile(r"\b([a-z]+\d+\w*|pred)\[([\d,]*)\]")
 _GROUPS = re.compile(
     r"replica_groups=(\{\{[\d,{} ]*\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
 )
 _AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(.*?\)\)?)? \{([^}]*)\}")
-_CALLS = re.compile(
-    r"\b(?:calls|to_apply|body|condition|(?:branch|true|false)_computations?)="
-    r"(\{[^}]*\}|%?[\w.\-]+)"
-)
-_DEFINITION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (?:\(.*?\)|\S+) ([\w\-]+\(.*)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _FUSED = ("fused_computation", "async_collective_fusion")
-_TRIPS = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
 
 
 class Collective(NamedTuple):
@@ -73,33 +68,21 @@ def collectives(text: str, num_devices: int) -> list[Collective]:
     Raises:
         ValueError: If this is no such text.
     """
-    program = _Program(text)
     found: list[Collective] = []
     # On TPU an asynchronous collective is named in each fusion that it passes through.
     channels: set[str] = set()
-
-    def visit(name: str, times: int | None, conditional: bool) -> None:
-        for line in program.bodies.get(name, ()):
-            match = _COLLECTIVE.search(line)
-            if match:
-                channel = _CHANNEL.search(line)
-                if channel and name.startswith(_FUSED):
-                    if channel[1] in channels:
-                        continue
-                    channels.add(channel[1])
-                one = _collective(line, match, times, conditional, num_devices)
-                if one.devices > 1:
-                    found.append(one)
-            inner = times
-            if re.search(r"\bwhile\(", line):
-                trips = _trips(program, name, line)
-                inner = times * trips if trips is not None and times is not None else None
-            branch = conditional or re.search(r"\bconditional\(", line) is not None
-            for called in _CALLS.findall(line):
-                for callee in re.findall(r"[\w.\-]+", called):
-                    visit(callee, inner, branch)
-
-    visit(program.entry, 1, False)
+    for one in instructions(text):
+        match = _COLLECTIVE.search(one.line)
+        if match is None:
+            continue
+        channel = _CHANNEL.search(one.line)
+        if channel and one.computation.startswith(_FUSED):
+            if channel[1] in channels:
+                continue
+            channels.add(channel[1])
+        collective = _collective(one.line, match, one.times, one.conditional, num_devices)
+        if collective.devices > 1:
+            found.append(collective)
     return found
 
 
@@ -116,90 +99,6 @@ def totals(found: list[Collective]) -> dict[str, tuple[int, int]]:
         count, size = sums[one.kind]
         sums[one.kind] = (count + one.times, size + one.times * one.bytes)
     return dict(sums)
-
-
-class _Program:
-    """Lines of each computation of a program by its name, and the entry's name."""
-
-    def __init__(self, text: str):
-        self.bodies: dict[str, list[str]] = {}
-        self.entry = current = ""
-        for line in text.splitlines():
-            header = _HEADER.match(line)
-            if header:
-                current = header[2]
-                self.bodies[current] = []
-                self.entry = current if header[1] else self.entry
-            elif current:
-                self.bodies[current].append(line)
-        if not self.entry:
-            raise ValueError("this is no text of a compiled program: it has no ENTRY")
-        self._definitions: dict[str, dict[str, str]] = {}
-
-    def operation(self, computation: str, name: str) -> str:
-        """What a name in a computation stands for, without its type; copies are looked through."""
-        if computation not in self._definitions:
-            found = (_DEFINITION.match(line) for line in self.bodies.get(computation, ()))
-            self._definitions[computation] = {match[1]: match[2] for match in found if match}
-        told = self._definitions[computation].get(name, "")
-        copied = re.match(r"copy\(%?([\w.\-]+)\)", told)
-        return self.operation(computation, copied[1]) if copied else told
-
-    def element(self, computation: str, tuple_name: str, index: int) -> str:
-        """What the element of a tuple stands for that this computation puts together."""
-        inside = re.match(r"tuple\((.*?)\)", self.operation(computation, tuple_name))
-        names = re.findall(r"%([\w.\-]+)", inside[1]) if inside else []
-        return self.operation(computation, names[index]) if index < len(names) else ""
-
-    def root(self, computation: str) -> str:
-        """Name of a computation's result."""
-        for line in reversed(self.bodies.get(computation, ())):
-            match = re.match(r"\s*ROOT %?([\w.\-]+) = ", line)
-            if match:
-                return match[1]
-        return ""
-
-
-def _trips(program: _Program, computation: str, line: str) -> int | None:
-    """How often a loop runs; None if neither it nor its counter says so.
-
-    Compilers for TPU say nothing, but their text shows where the counter starts, what is added to
-    it, and the constant that it stays below: JAX's own loops count by 1, those that the partitioner
-    makes of a product and a collective, to overlap them, by 2.
-    """
-    told = _TRIPS.search(line)
-    if told:
-        return int(told[1])
-    names = re.search(r"while\(%?([\w.\-]+)\), condition=%?([\w.\-]+), body=%?([\w.\-]+)", line)
-    if names is None:
-        return None
-    start_of, condition, body = names.groups()
-
-    def constant(inside: str, name: str) -> int | None:
-        match = re.match(r"constant\((-?\d+)\)", program.operation(inside, name))
-        return int(match[1]) if match else None
-
-    def counter(inside: str, name: str) -> int | None:
-        match = re.match(r"get-tuple-element\(.*?\), index=(\d+)", program.operation(inside, name))
-        return int(match[1]) if match else None
-
-    test = re.match(
-        r"compare\(%?([\w.\-]+), %?([\w.\-]+)\), direction=LT",
-        program.operation(condition, program.root(condition)),
-    )
-    if test is None:
-        return None
-    index, limit = counter(condition, test[1]), constant(condition, test[2])
-    if index is None or limit is None:
-        return None
-    start = re.match(r"constant\((-?\d+)\)", program.element(computation, start_of, index))
-    added = re.match(
-        r"add\(%?([\w.\-]+), %?([\w.\-]+)\)", program.element(body, program.root(body), index)
-    )
-    if start is None or added is None or counter(body, added[1]) != index:
-        return None
-    step = constant(body, added[2])
-    return max(0, -(-(limit - int(start[1])) // step)) if step and step > 0 else None
 
 
 def _collective(
