@@ -258,6 +258,7 @@ def generate(
     )
     programs, step = decode_programs(model), jnp.int32(step)
     with jax.set_mesh(mesh):
+        params = model.decoding_params(params)
         for first in range(0, len(ids), batch_size):
             chosen = slice(first, first + batch_size)
             batch = _Batch.of(ids[chosen], first, context, seed, tokenizer.bos_id, mesh)

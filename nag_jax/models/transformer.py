@@ -64,6 +64,26 @@ class LanguageModel:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.balance_shapes)
 
     @property
+    def decoding_infos(self) -> dict[str, Any]:
+        """`infos` as decoding holds the parameters: matrices in the dtype that they multiply in.
+
+        Cast for every token, weights in float32 would be read and written again each time.
+        """
+        dtype = jnp.dtype(self.options.compute_dtype)
+        return jax.tree.map(
+            lambda info: dataclasses.replace(info, dtype=dtype) if info.role == "matrix" else info,
+            self.infos,
+        )
+
+    def decoding_params(self, params: dict[str, Any]) -> dict[str, Any]:
+        """The parameters as `decoding_infos` says; what is no matrix as it is."""
+        return jax.tree.map(
+            lambda x, info: x.astype(info.dtype) if info.role == "matrix" else x,
+            params,
+            self.decoding_infos,
+        )
+
+    @property
     def skipping(self) -> Any:
         """The model's kind of skipping."""
         return _skipping(self.options)

@@ -151,7 +151,8 @@ class EvaluationStep:
         """What one device does in it, given what it receives from others."""
         length = self.config.data.row_length
         tokens = self.rows(mesh) * length
-        return _forward_work(self.config, self.model, mesh, tokens, length, 0, link_bytes)
+        infos = self.model.infos
+        return _forward_work(self.config, self.model, infos, mesh, tokens, length, 0, link_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +182,13 @@ class DecodingStep:
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:
         """The program for a mesh, with that mesh set."""
         programs, rows = decode_programs(self.model), self.rows(mesh)
-        variables = _variables(self.model, mesh)
+        params, balance = _variables(self.model, mesh)
+        params = jax.tree.map(
+            lambda leaf, info: jax.ShapeDtypeStruct(leaf.shape, info.dtype, sharding=leaf.sharding),
+            params,
+            self.model.decoding_infos,
+        )
+        variables = params, balance
         one_each = _whole((rows,), jnp.int32, mesh)
         step = _whole((), jnp.int32, mesh)
         keys = jax.eval_shape(jax.vmap(jax.random.key), one_each)
@@ -207,19 +214,18 @@ class DecodingStep:
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
         # A row of so many columns has, on average, as many to see as this token.
         length = 2 * self.context - 1
-        return _forward_work(
-            self.config, self.model, mesh, rows, length, size / rules.batch_shards(mesh), link_bytes
-        )
+        infos, read = self.model.decoding_infos, size / rules.batch_shards(mesh)
+        return _forward_work(self.config, self.model, infos, mesh, rows, length, read, link_bytes)
 
 
-def _forward_work(config, model, mesh, tokens, length, read, link_bytes) -> Work:
+def _forward_work(config, model, infos, mesh, tokens, length, read, link_bytes) -> Work:
     """A forward pass of `tokens`, by causal rows of `length`, that reads so much beside weights."""
-    forward = sum(flops.forward_flops(model.infos, config, model.vocab_size, length).values())
+    forward = sum(flops.forward_flops(infos, config, model.vocab_size, length).values())
     return Work(
         model_flops=forward * tokens / mesh.size,
         again_flops=0.0,
         optimizer_flops=0.0,
-        memory_bytes=flops.weight_traffic(model.infos, config, tokens, mesh) + read,
+        memory_bytes=flops.weight_traffic(infos, config, tokens, mesh) + read,
         link_bytes=link_bytes,
         tokens=tokens,
         devices=mesh.size,

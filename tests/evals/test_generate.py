@@ -179,6 +179,24 @@ def test_a_token_does_not_copy_the_cache():
     assert memory.temp_size_in_bytes < 0.1 * size
 
 
+def test_matrices_are_cast_once_and_not_for_every_token():
+    """In bfloat16, which changes no number."""
+    model = small_model(compute_dtype="bfloat16", feedforward__kind="moe")
+    params = random_params(model)
+    cast = model.decoding_params(params)
+    narrow = jax.tree.map(lambda x: x.dtype == jnp.bfloat16, cast)
+    assert narrow == jax.tree.map(lambda info: info.role == "matrix", model.infos)
+    assert any(jax.tree.leaves(narrow))
+
+    def logits(params):
+        tokens, start = np.array([[1, 2, 3]]), np.zeros(1, np.int32)
+        balance = model.initial_balance()
+        first, state = model.prefill(params, tokens, start, 8, 0, balance)
+        return first, model.decode_step(params, np.array([4]), state, 0, balance)[0]
+
+    jax.tree.map(np.testing.assert_array_equal, logits(cast), logits(params))
+
+
 def test_it_stops_where_it_says(loaded):
     whole = loaded.generate("b", temperature=0)
     assert whole.stop == "context" and len(whole.tokens) == CONTEXT + 1 - 2
@@ -197,6 +215,9 @@ class Scripted:
 
     def __init__(self, script):
         self.script = jnp.asarray(list(script), jnp.int32)
+
+    def decoding_params(self, params):
+        return params
 
     def prefill(self, params, tokens, start, length, step, balance):
         return self._next({"position": tokens.shape[1], "start": start})
