@@ -58,7 +58,8 @@ class Ours:
         keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(batch))
         settings = (jnp.float32(1.0), jnp.int32(_TOP_K.value), jnp.float32(1.0))
         self.last = (jnp.int32(0), keys, settings)
-        self.params, self.length = (params, model.initial_balance()), length
+        self.params = (model.decoding_params(params), model.initial_balance())
+        self.length = length
         self.tokens = jnp.zeros((batch, length - _TOKENS.value), jnp.int32)
         self.start = jnp.zeros(batch, jnp.int32)
         first, advance = generate_lib.decode_programs(model)
@@ -145,7 +146,7 @@ def measure(model, params, plain_params, config, batch, length) -> dict[str, Any
     uncached, count = timed_for(
         functools.partial(ours.uncached, params, ours.row), _SECONDS.value, _TOKENS.value
     )
-    read = size_of(params) + ours.cache_bytes
+    read = size_of(ours.params[0]) + ours.cache_bytes
     return {
         "seconds": seconds,
         "uncached": uncached,

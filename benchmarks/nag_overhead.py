@@ -1,7 +1,8 @@
 """What the norm-agnostic stream costs over pre-norm: measured here, and estimated for TPU.
 
-  python benchmarks/nag_overhead.py [--config=configs/nag_small.py] [--rows=8] [--repeats=8]
-  python benchmarks/nag_overhead.py --topology=v5e:2x2 [--width=1024] [--blocks=2] [--length=1024]
+  python benchmarks/nag_overhead.py --config=configs/nag_small.py [--rows=8] [--repeats=8]
+  python benchmarks/nag_overhead.py --config=configs/nag_small.py --topology=v5e:2x2 \\
+      [--width=1024] [--blocks=2] [--length=1024]
 
 Without a topology both training steps take turns on this machine, at equal shapes. With one, both
 are compiled for one of its chips, with nothing attached, without chunks and with unrolled scans:
@@ -23,6 +24,7 @@ from train_step import ours, stepper
 
 from nag_jax import cli
 from nag_jax import config as config_lib
+from nag_jax.errors import UserError
 from nag_jax.models.transformer import build_model
 from nag_jax.optim import build_optimizer
 from nag_jax.sharding.hardware import CHIPS
@@ -77,8 +79,10 @@ def _measure(config: ConfigDict, flag_values: flags.FlagValues) -> None:
 
 def _estimate(flag_values: flags.FlagValues) -> None:
     jax.config.update("jax_platforms", "cpu")  # nothing is looked for or held
+    chip = CHIPS.get(flag_values.topology.partition(":")[0])
+    if chip is None or chip.platform != "tpu":
+        raise UserError(f"--topology={flag_values.topology}: the estimate is for TPU, as v5e:2x2")
     device = absent_devices(flag_values.topology)[0]
-    chip = CHIPS[flag_values.topology.partition(":")[0]]
     costs = {
         name: _cost(flag_values, device, kind, implementation)
         for name, kind, implementation in (

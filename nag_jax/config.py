@@ -64,7 +64,7 @@ def shared_defaults() -> dict[str, Any]:
             "coda_blocks": 0,
             "vocab_multiple": 128,  # the table is padded to a multiple of this
             "compute_dtype": "float32",
-            "strict_kernels": False,  # refuse a run without fused attention, update, experts
+            "strict_kernels": False,  # refuse a run of which a part has no fused kernel
             "remat": "dots_with_no_batch_dims_saveable",
             "loss_chunk": 128,  # time steps per cross-entropy chunk; 0: all in one
             "connection": {"kind": "nag"},

@@ -83,9 +83,15 @@ def _check(config: ConfigDict, flag_values: flags.FlagValues) -> None:
         raise UserError(f"--tokens={flag_values.tokens}: it must be above 0, such as 50e9")
     if flag_values.batch_size < 1:
         raise UserError(f"--batch_size={flag_values.batch_size}: it must be at least 1")
-    for name in ("vocab_size", "places"):
-        if flag_values[name].value < 0:
-            raise UserError(f"--{name}={flag_values[name].value}: it must be above 0")
+    if flag_values.vocab_size < 0:
+        raise UserError(f"--vocab_size={flag_values.vocab_size}: it must be above 0")
+    tpu = flag_values.topology.startswith(("v", "tpu"))
+    compiled = not flag_values.search or flag_values.compile > 0
+    if flag_values.places < 0 or (flag_values.places and not (tpu and compiled)):
+        raise UserError(
+            f"--places={flag_values.places}: it must be at least 0, and goes with a TPU and a "
+            "program that is compiled"
+        )
     length = config.data.row_length
     if not 0 <= flag_values.context <= length:
         raise UserError(

@@ -291,6 +291,9 @@ def test_a_finished_run_is_not_overwritten(tiny_run, no_training):
     with folder_unchanged(tiny_run.workdir):
         done = train(tiny_run, tiny_run.workdir, optimizer__learning_rate=1e-4)
         assert_refused(done, "another config", "optimizer.learning_rate: 0.003 -> 0.0001")
+    # Which kernel computes the same is no other config.
+    done = train(tiny_run, tiny_run.workdir, model__connection__implementation="reference")
+    assert done.code == 0 and "This run is complete" in done.out
 
 
 @pytest.mark.parametrize(

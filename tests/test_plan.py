@@ -52,6 +52,7 @@ def test_decoding_on_simulated_devices(plan):
         (("--topology=cpu:4", "--context=9"), ("--context", "--step=decode")),
         (("--topology=cpu:4", "--compile=2"), ("--compile=2", "--search")),
         (("--topology=cpu:4", "--tokens=-1"), ("--tokens=-1", "above 0")),
+        (("--topology=cpu:4", "--places=5"), ("--places=5", "a TPU")),
     ],
 )
 def test_mistakes_are_told_at_once(args, words):

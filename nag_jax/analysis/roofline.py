@@ -41,6 +41,8 @@ ASSUMPTIONS = {
         _PEAK,
         "Memory moves the weights once for each token, those that other devices hold twice more; "
         "of experts no more than the rows can choose; and the whole cache once.",
+        "Memory holds matrices in the compute dtype. A run loaded in another one holds those, too: "
+        "load_run(dtype=...) loads it so.",
         _LINKS,
         _BOUND,
     ),

@@ -67,7 +67,8 @@ class LanguageModel:
     def decoding_infos(self) -> dict[str, Any]:
         """`infos` as decoding holds the parameters: matrices in the dtype that they multiply in.
 
-        Cast for every token, weights in float32 would be read and written again each time.
+        Cast for every token, weights in float32 would be read and written again each time. A part
+        of role "matrix" must not multiply in another dtype.
         """
         dtype = jnp.dtype(self.options.compute_dtype)
         return jax.tree.map(

@@ -52,6 +52,7 @@ RESUMABLE_KEYS = (
     "model.attention.implementation",
     "model.attention.mixing",
     "model.attention.query_chunk",
+    "model.connection.implementation",
     "model.feedforward.exchange",
     "model.feedforward.implementation",
     "model.loss_chunk",

@@ -109,7 +109,7 @@ def ccgqa_mix(
     Raises:
         ValueError: As `choose`, and for shapes or dtypes that do not go together.
     """
-    _check(q, k, v, query, key)
+    _check(q, k, v, query, key, log_temperature, positions)
     name, _ = choose(
         implementation,
         platform := platform_in_use(),
@@ -133,7 +133,7 @@ def ccgqa_mix(
     return _fused(q, k, v, weights, delayed, positions.astype(jnp.int32), interpret, rows, heads)
 
 
-def _check(q, k, v, query, key):
+def _check(q, k, v, query, key, log_temperature, positions):
     batch, length, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[2]
     shapes = (batch, length, num_kv_heads, head_dim)
@@ -141,6 +141,12 @@ def _check(q, k, v, query, key):
         raise ValueError(
             "ccgqa_mix takes queries [B, T, H, h], keys and values [B, T, K, h] and H a multiple "
             f"of K, not {q.shape}, {k.shape} and {v.shape}"
+        )
+    got = log_temperature.shape, None if positions is None else positions.shape
+    if got[0] != (num_kv_heads,) or got[1] not in (None, (batch, length)):
+        raise ValueError(
+            f"ccgqa_mix takes log-temperatures [K] and positions [B, T] or None, not {got[0]} and "
+            f"{got[1]}"
         )
     if len({q.dtype, k.dtype, v.dtype}) > 1:
         raise ValueError(f"ccgqa_mix takes one dtype, not {q.dtype}, {k.dtype} and {v.dtype}")

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.ccgqa_mixing.reference import HEAD_NORM_FLOOR, PRECISION
+from pallas_kernels.platform import tpu_refusal
 
 LANES = 128
 # Tokens of a block in tiles. Of the blocks before and after it one tile each is read again, so that
@@ -23,7 +24,7 @@ LANES = 128
 BLOCK_TILES = 32
 # How far convolutions may reach back: the tokens of a tile of float32.
 MAX_REACH = 8
-# All generations have at least 64 MiB; the 16 that are a kernel's by default hold no such blocks.
+# Of the 64 MiB and more from v5 on; the 16 that are a kernel's by default hold no such blocks.
 VMEM_LIMIT = 48 * 2**20
 # Arrays of a block's tokens by all features, as float32, alive at once in the backward body.
 LIVE = 8
@@ -54,6 +55,8 @@ def refusal(
     dtype: jnp.dtype,
 ) -> str:
     """Why the kernel cannot serve, or nothing; `kernels` as `dispatch.choose` takes them."""
+    if refused := tpu_refusal():
+        return refused
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"takes float32 and bfloat16, not {dtype.name}"
     if (reach := sum(kernels) - 2) > MAX_REACH:

@@ -80,7 +80,7 @@ def update_gradient(
         d_updated: Cotangent of the new direction.
         d_log_gain: Cotangent of the growth of the log-norm.
         sums: How sums over features are taken: `separate_sums` or `joint_sums`.
-        width: As there.
+        width: Features, as `reference.update_formula` takes it.
 
     Returns:
         Gradients of direction, branch and gain in their dtypes.
@@ -129,7 +129,7 @@ def gradient_from_sums(
     da = dw_p * (i * width**0.5) + e * a * q
     e = e * a * a
     b = k * dw_p
-    # i^2 may be beyond float32, where i times a branch as small as that is not.
+    # Multiplied by i once here and once below: with i^2 a huge gain would be beyond float32.
     along_p = i * (e * (i * i * floors) - b)
     along_f = -(RELATIVE_FLOOR**2) * i * (b + e * q)
 

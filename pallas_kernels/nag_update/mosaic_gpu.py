@@ -27,9 +27,14 @@ def refusal(width: int, dtypes: Sequence[jnp.dtype]) -> str:
     if width > MAX_WIDTH:
         return f"has no room for tokens of width {width}"
     # Where a program is only compiled for a GPU there is none to ask.
-    if jax.default_backend() == "gpu" and float(jax.devices()[0].compute_capability) < 9:
+    if jax.default_backend() == "gpu" and not _is_hopper(jax.devices()[0]):
         return "needs a GPU of the Hopper generation or newer"
     return ""
+
+
+def _is_hopper(device: jax.Device) -> bool:
+    generation = device.compute_capability.partition(".")[0]  # of AMD's GPUs it is no number
+    return generation.isdigit() and int(generation) >= 9
 
 
 def interpreter_refusal() -> str:

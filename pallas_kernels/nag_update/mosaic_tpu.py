@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.nag_update.gradient import update_gradient
 from pallas_kernels.nag_update.limits import FLOPS, dtype_refusal
 from pallas_kernels.nag_update.reference import with_pass_through
+from pallas_kernels.platform import tpu_refusal
 
 LANES = 128
 ROWS = 16  # of a tile of bfloat16; float32 has 8
@@ -29,6 +30,8 @@ LIVE = {"forward": 4, "backward": 8}
 
 def refusal(width: int, dtypes: Sequence[jnp.dtype]) -> str:
     """Why the kernel cannot serve, or nothing."""
+    if refused := tpu_refusal():
+        return refused
     if refused := dtype_refusal(dtypes):
         return refused
     if _bytes(width, max(dtype.itemsize for dtype in dtypes), "backward") * ROWS > BUDGET:

@@ -89,6 +89,9 @@ def test_every_array_moves_once(length, dtype):
         ("v5e:2x2", 1999, 80, (2, 2), jnp.float32),
         ("v5e:2x2", 1999, 80, (3, 4), jnp.bfloat16),
         ("v5e:2x2", 1999, 128, (2, 2), jnp.bfloat16),
+        # Widths of heads that are no multiple of 8, as in some of P1's models.
+        ("v5e:2x2", 2048, 58, (2, 2), jnp.bfloat16),
+        ("v5e:2x2", 2048, 66, (2, 2), jnp.bfloat16),
         ("v5p:2x2x1", 1999, 80, (2, 2), jnp.bfloat16),
         ("v6e:2x2", 1999, 80, (2, 2), jnp.bfloat16),
     ],

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nag_jax.validation import RULES
-from pallas_kernels import nag_update
+from pallas_kernels import ccgqa_mixing, nag_update, platform
 from pallas_kernels.nag_update import (
     IMPLEMENTATIONS,
     choose,
@@ -366,6 +366,17 @@ def test_gpus_have_three_kernels(monkeypatch):
 def test_a_config_may_name_each():
     allowed = RULES["model.connection.implementation"].words
     assert allowed == f"one of {', '.join(('auto', *IMPLEMENTATIONS))}"
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [("TPU v4", "reference"), ("TPU v5 lite", "mosaic_tpu"), ("TPU v6e", "mosaic_tpu")],
+)
+def test_old_tpus_have_no_kernel(kind, name, monkeypatch):
+    monkeypatch.setattr(platform, "_abstract_device", lambda: Namespace(device_kind=kind))
+    assert choose("auto", "tpu", width=64, dtypes=("float32",))[0] == name
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 80, "kernels": (2, 2)}
+    assert ccgqa_mixing.choose("auto", "tpu", **sizes, dtype="float32")[0] == name
 
 
 @pytest.mark.parametrize("implementation", EACH)

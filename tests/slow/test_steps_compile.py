@@ -12,6 +12,7 @@ from nag_jax.planning.steps import TrainingStep
 pytestmark = pytest.mark.absent_device
 
 REPOSITORY = Path(__file__).parents[2]
+PASSES = ("forward", "backward")
 
 
 def planned(path, topology, vocab_size, **changes):
@@ -43,5 +44,6 @@ def test_a_step_of_the_papers_model_has_the_kernels_inside():
         mesh__data=1, mesh__fsdp=16, train__accumulation=16,
     )  # fmt: skip
     assert plan.fits
-    assert {"nag_update_forward", "nag_update_backward"} <= set(plan.kernels)
+    kernels = {f"{name}_{way}" for name in ("nag_update", "ccgqa_mixing") for way in PASSES}
+    assert kernels <= set(plan.kernels)
     assert all(one.times is not None for one in plan.collectives)
