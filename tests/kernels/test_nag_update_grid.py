@@ -24,8 +24,8 @@ BRANCHES = ("plain", "parallel", "zero", "huge", "tiny")
 COMBINATIONS = tuple(itertools.product(GAINS, BRANCHES))
 QUICK = {(5, 127), (300, 7), (928, 1)}  # the rest is in the slow suite
 EPSILON = {"float32": 1.2e-7, "bfloat16": 7.9e-3}
-# Entries that a case may have: kernels are interpreted slowly, Mosaic GPU's the most.
-LARGEST = dict.fromkeys(IMPLEMENTATIONS, 2**22) | {"mosaic_gpu": 2**18}
+# Entries that a case may have: kernels for GPU are interpreted slowly.
+LARGEST = dict.fromkeys(IMPLEMENTATIONS, 2**18) | {"reference": 2**22, "mosaic_tpu": 2**22}
 
 
 def serves(name, width):
