@@ -26,7 +26,7 @@ from nag_jax import cli
 from nag_jax import config as config_lib
 from nag_jax.analysis.flops import training_flops
 from nag_jax.models.chunked_attention import chunked_attention
-from nag_jax.models.losses import chunked_cross_entropy
+from nag_jax.models.losses import cross_entropy
 from nag_jax.models.transformer import build_model
 from nag_jax.optim import build_optimizer
 from nag_jax.sharding.mesh import single_device_mesh
@@ -135,15 +135,9 @@ def pieces(config: ConfigDict, rows: int, vocab: int) -> dict[str, tuple[Callabl
     def feedforward(x, gate, up, down):
         return (jax.nn.silu(x @ gate) * (x @ up)) @ down
 
-    def cross_entropy(hidden, table):
-        return chunked_cross_entropy(
-            lambda h, s: jnp.einsum("btd,vd->btv", h, table),
-            hidden,
-            jnp.zeros((rows, length)),
-            jnp.zeros((rows, length), jnp.int32),
-            vocab,
-            model.loss_chunk,
-        )[0]
+    def nats(hidden, table):
+        scale, targets = jnp.ones((rows, length)), jnp.zeros((rows, length), jnp.int32)
+        return cross_entropy(hidden, scale, table, targets, vocab, model.loss_chunk)[0]
 
     return {
         "feed-forward": (
@@ -167,7 +161,7 @@ def pieces(config: ConfigDict, rows: int, vocab: int) -> dict[str, tuple[Callabl
             7.0 * tokens * heads * width * (length + 1),
         ),
         "cross-entropy": (
-            call_of_gradient(cross_entropy, x.reshape(rows, length, d), table),
+            call_of_gradient(nats, x.reshape(rows, length, d), table),
             1,
             6.0 * tokens * d * vocab,
         ),

@@ -73,7 +73,7 @@ LEAVES: dict[str, Leaf] = {
     "model.vocab_multiple": Leaf("64", "model"),
     "model.compute_dtype": Leaf("bfloat16", "model"),
     "model.remat": Leaf("nothing_saveable", "gradient"),
-    "model.loss_chunk": Leaf("4", "model"),
+    "model.loss_chunk": Leaf("2", "model"),
     "model.connection.alpha_exponent": Leaf("1", "model"),
     "model.connection.alpha_warmup_steps": Leaf("7", "model"),
     "model.connection.gate_directions": Leaf("5", "model"),

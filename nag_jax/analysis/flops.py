@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from rich.filesize import decimal
 
 from nag_jax.kinds import kind_class
+from nag_jax.models.losses import chunk_rows
 from nag_jax.models.stages import StageSizes, pattern_of, stages_of
 from nag_jax.parameters import STACK_AXIS, ParamInfo, flatten
 from nag_jax.sharding.rules import batch_shards, parameter_spec, use_spec
@@ -185,10 +186,10 @@ def memory_estimate(
         "nothing_saveable": stream,
         "none": _KEEP_ALL * (stream + outputs + attention_output + convolved),
     }.get(model.remat, stream + outputs + attention_output)
-    chunk = min(model.loss_chunk or length, length)
     padded = next(info.shape[0] for info in flat.values() if info.role == "embedding")
     workspace = _WORKSPACE * itemsize * rows * length * (outputs + convolved) / blocks_run
-    workspace += _LOGIT_COPIES * 4 * rows * chunk * padded
+    logits = rows * length * chunk_rows(padded, model.loss_chunk)
+    workspace += _LOGIT_COPIES * 4 * logits
     attention = model.attention
     if "query_chunk" in attention:
         scores = attention.num_heads * min(attention.query_chunk, length) * length

@@ -22,7 +22,8 @@ from nag_jax.models.chunked_attention import SAVED_NAMES
 from nag_jax.models.connections import Stream
 from nag_jax.models.context import BranchOut, Context
 from nag_jax.models.embedding import TokenTable
-from nag_jax.models.linear import GROUPED_PRODUCT, Numerics
+from nag_jax.models.linear import GROUPED_PRODUCT, Numerics, scores
+from nag_jax.models.losses import cross_entropy
 from nag_jax.models.skipping import histogram
 from nag_jax.models.stages import SUBLAYERS, StageSizes, pattern_of, stages_of
 from nag_jax.sharding import rules
@@ -405,7 +406,25 @@ class Transformer(nnx.Module):
         """The decoding function of some time steps, over the padded vocabulary."""
         matrix = self.ends.decode_matrix(self.table.rows[...])
         matrix = rules.gather_weight(matrix, ("vocabulary", "embed"))
-        return lambda hidden, log_scale: self.ends.decode(hidden, log_scale, matrix)
+
+        def logits(hidden, log_scale):
+            scale = self.ends.decode_scale(log_scale)
+            return scores(hidden, matrix, self.numerics) * scale[..., None]
+
+        return logits
+
+    def cross_entropy(
+        self, forward: Forward, targets: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+        """`losses.cross_entropy` of what a forward pass gave."""
+        return cross_entropy(
+            forward.hidden,
+            self.ends.decode_scale(forward.log_scale),
+            self.ends.decode_matrix(self.table.rows[...]),
+            targets,
+            self.vocab_size,
+            self.loss_chunk,
+        )
 
 
 def _total(losses: list[Array | None]) -> Array | None:

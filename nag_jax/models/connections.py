@@ -19,7 +19,6 @@ from nag_jax.errors import UserError
 from nag_jax.models.context import BranchOut, Context
 from nag_jax.models.gates import Gate, NormModulator, RouterGate
 from nag_jax.models.initializers import fan_in_normal
-from nag_jax.models.linear import scores
 from nag_jax.models.norms import NORMS, root_mean_square
 from nag_jax.parameters import declare
 from nag_jax.sharding.rules import rows_spec
@@ -38,12 +37,17 @@ class Written:
 
 
 class NormAgnosticEnds(nnx.Module):
-    """Start, finish and decode of a norm-agnostic stream (P1, input embedding and output)."""
+    """Start, finish and decode of a norm-agnostic stream (P1, input embedding and output).
+
+    Logits of any ends are `decode_scale` times the inner products of hidden states with the rows of
+    `decode_matrix`.
+    """
 
     centred_table = True
 
     def __init__(self, options: ConfigDict, d_model: int, vocab_size: int, numerics, rngs):
-        del d_model, vocab_size, rngs
+        del vocab_size, rngs
+        self.d_model = d_model
         log_gain = jnp.log(jnp.asarray(options.encode_gain_init, jnp.float32))
         self.log_encode_gain = declare(log_gain, (), "scale")
         self.numerics = numerics
@@ -63,10 +67,9 @@ class NormAgnosticEnds(nnx.Module):
         """Rows of the tied table over their norm."""
         return table / (root_mean_square(table) * table.shape[-1] ** 0.5)
 
-    def decode(self, hidden: Array, log_scale: Array, matrix: Array) -> Float[Array, "B T V"]:
-        """logit_v = exp(s_L) (R_L/sqrt(d)) . (E_v/||E_v||), at least float32."""
-        scale = jnp.exp(log_scale) * hidden.shape[-1] ** -0.5
-        return scores(hidden, matrix, self.numerics) * scale[..., None]
+    def decode_scale(self, log_scale: Float[Array, "B T"]) -> Float[Array, "B T"]:
+        """exp(s_L)/sqrt(d), so that logit_v = exp(s_L) (R_L/sqrt(d)) . (E_v/||E_v||)."""
+        return jnp.exp(log_scale) * self.d_model**-0.5
 
 
 class NormAgnostic(nnx.Module):
@@ -218,10 +221,9 @@ class VectorEnds(nnx.Module):
             return jnp.pad(head, ((0, table.shape[0] - head.shape[0]), (0, 0)))
         return table
 
-    def decode(self, hidden: Array, log_scale: Array, matrix: Array) -> Float[Array, "B T V"]:
-        """Inner products with the head's rows, at least float32."""
-        del log_scale
-        return scores(hidden, matrix, self.numerics)
+    def decode_scale(self, log_scale: Float[Array, "B T"]) -> Float[Array, "B T"]:
+        """1: logits are the inner products."""
+        return jnp.ones_like(log_scale)
 
 
 class PreNorm(nnx.Module):

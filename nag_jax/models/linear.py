@@ -5,7 +5,6 @@ module: compute dtype today, quantisation and capture by the same names.
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -123,38 +122,16 @@ def contract_grouped(
 def scores(hidden: jax.Array, rows: jax.Array, numerics: Numerics) -> jax.Array:
     """Inner products of hidden states [..., d] with rows [V, d]: [..., V], at least float32.
 
-    Flattened for the same reason as `contract`. Rows are cast here, where a chunk of time steps
-    uses them, so that their gradient is summed over chunks in their stored precision.
+    Flattened for the same reason as `contract`.
     """
-    flat = _inner_products(hidden.reshape(-1, hidden.shape[-1]), rows, numerics.statistics_dtype)
-    return flat.reshape(*hidden.shape[:-1], -1)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    products = inner_products(
+        "nd,vd->nv", flat, rows.astype(hidden.dtype), numerics.statistics_dtype
+    )
+    return products.reshape(*hidden.shape[:-1], -1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _inner_products(hidden, rows, dtype):
-    """[N, d] by [V, d] to [N, V] in `dtype`, wider than the operands.
-
-    Differentiated by JAX, the backward products would take the cotangent as wide as it comes, and a
-    product of float32 with bfloat16 costs a TPU three passes and keeps a GPU off its matrix units.
-    """
-    return _product("nd,vd->nv", hidden, rows.astype(hidden.dtype), dtype)
-
-
-def _inner_products_forward(hidden, rows, dtype):
-    return _inner_products(hidden, rows, dtype), (hidden, rows)
-
-
-def _inner_products_backward(dtype, residuals, d_products):
-    hidden, rows = residuals
-    d_products = d_products.astype(hidden.dtype)
-    d_hidden = _product("nv,vd->nd", d_products, rows.astype(hidden.dtype), dtype)
-    d_rows = _product("nv,nd->vd", d_products, hidden, dtype)
-    return d_hidden.astype(hidden.dtype), d_rows.astype(rows.dtype)
-
-
-def _product(indices: str, x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def inner_products(indices: str, x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The decode's product of two matrices, or a gradient's of it, as wide as `dtype`."""
     with jax.named_scope("decode"):
         return jnp.einsum(indices, x, y, precision=PRECISION, preferred_element_type=dtype)
-
-
-_inner_products.defvjp(_inner_products_forward, _inner_products_backward)

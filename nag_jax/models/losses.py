@@ -1,61 +1,272 @@
-"""Cross-entropy over a vocabulary without holding every logit at once."""
+"""Cross-entropy over a vocabulary without holding every logit at once.
 
-from collections.abc import Callable
+The table's rows are taken in chunks. Forward, each token keeps a running maximum and sums relative
+to it; backward, a chunk's probabilities are made again from the kept normaliser. Written by hand
+because automatic differentiation would find the maximum and the sum of every chunk again. So
+written, XLA for TPU makes one loop of the products and the maximum, one of all sums, and one of the
+products made again and the cotangents, which alone are written, in the compute dtype.
+
+Chunks are of the vocabulary and not of tokens: the gradient of a chunk's rows is done with the
+chunk, where with chunks of tokens the whole table's is read, added to and written for each of them,
+and sent to the other devices each time.
+"""
+
+import functools
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from nag_jax.models.linear import inner_products
+from nag_jax.sharding import rules
 
-def chunked_cross_entropy(
-    logits_of: Callable[[Array, Array], Array],
+# Chunks are multiples of this, unless they were asked for finer: lanes of a TPU, tiles of a GPU.
+ALIGNMENT = 128
+
+
+def cross_entropy(
     hidden: Float[Array, "B T d"],
-    log_scale: Float[Array, "B T"],
+    scale: Float[Array, "B T"],
+    matrix: Float[Array, "V d"],
     targets: Int[Array, "B T"],
     vocab_size: int,
     chunk: int,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Negative log-likelihood of each target, and whether it was the most likely token.
 
-    Time steps are taken `chunk` at a time and each chunk's logits are recomputed in the backward
-    pass, so that [B, T, V] never exists.
+    Logits are `scale` times the inner products of hidden states and rows. On a mesh each device
+    takes its own rows of the batch and its own part of the vocabulary; the matrix is gathered, in
+    the dtype of `hidden`, and its gradient sent where it is stored, chunk by chunk.
 
     Args:
-        logits_of: (hidden, log_scale) of some time steps -> logits over the padded vocabulary.
         hidden: Final hidden states.
-        log_scale: Log of each position's inverse temperature.
+        scale: Inverse temperatures, at least float32; the results have this dtype.
+        matrix: Rows of the vocabulary in their stored precision, which their gradient has, too.
         targets: Target tokens, below `vocab_size`.
-        vocab_size: True vocabulary; logits from there on are padding and get no probability.
-        chunk: Time steps per chunk; 0 or at least T for one chunk.
+        vocab_size: True vocabulary; rows from there on are padding and get no probability.
+        chunk: Most rows of the vocabulary taken at a time; 0 for all.
 
     Returns:
-        (nats, correct), both [B, T] in at least float32.
+        (nats, correct), both [B, T]; of equal logits the first is the most likely.
     """
-    length = hidden.shape[1]
-    chunk = length if chunk == 0 else min(chunk, length)
-    padding = -length % chunk
-    pieces = []
-    for x in (hidden, log_scale, targets):
-        x = jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
-        x = x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
-        pieces.append(jnp.moveaxis(x, 1, 0))
+    return _cross_entropy(
+        hidden, scale, matrix, targets, _Sizes(vocab_size, chunk), _split(hidden, matrix)
+    )
 
-    @jax.checkpoint
-    def one(xs):
-        hidden, log_scale, targets = xs
-        logits = logits_of(hidden, log_scale)
-        # Reductions alone: where the vocabulary is split over devices, no logit leaves its own.
-        tokens = jnp.arange(logits.shape[-1])
-        logits = jnp.where(tokens < vocab_size, logits, -jnp.inf)
-        chosen = jnp.sum(jnp.where(tokens == targets[..., None], logits, 0), axis=-1)
-        nats = jax.nn.logsumexp(logits, axis=-1) - chosen
-        peak = jnp.max(logits, axis=-1, keepdims=True)
-        first = jnp.min(jnp.where(logits == peak, tokens, logits.shape[-1]), axis=-1)
-        correct = jax.lax.stop_gradient(first == targets)
-        return nats, correct.astype(nats.dtype)
 
-    if len(pieces[0]) == 1:
-        out = jax.tree.map(lambda x: x[None], one(tuple(x[0] for x in pieces)))
-    else:
-        _, out = jax.lax.scan(lambda _, xs: (None, one(xs)), None, tuple(pieces))
-    return tuple(jnp.moveaxis(x, 0, 1).reshape(hidden.shape[0], -1)[:, :length] for x in out)
+def chunk_rows(rows: int, most: int) -> int:
+    """Rows of a chunk of at most `most` (0: all).
+
+    A divisor of `rows` where there is one of at least half of `most`, so that nothing is padded.
+    """
+    if most == 0 or most >= rows:
+        return rows
+    unit = math.gcd(most, ALIGNMENT)
+    whole = [size for size in range(unit, most + 1, unit) if rows % size == 0]
+    if whole and whole[-1] >= most / 2:
+        return whole[-1]
+    return -(-rows // (-(-rows // most) * unit)) * unit
+
+
+class _Sizes(NamedTuple):
+    vocab_size: int
+    chunk: int
+
+
+class _Split(NamedTuple):
+    """The mesh axes longer than 1 that split the batch's rows, the vocabulary and the width."""
+
+    rows: tuple[str, ...] = ()
+    vocabulary: tuple[str, ...] = ()
+    width: tuple[str, ...] = ()
+
+
+def _split(hidden: Array, matrix: Array) -> _Split:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or mesh.are_all_axes_manual:
+        return _Split()
+    rows = rules.mesh_axes(rules.rows_spec(hidden.shape[0], mesh), 0, mesh)
+    stored = rules.stored_spec(("vocabulary", "embed"), matrix.shape, mesh)
+    vocabulary, width = (rules.mesh_axes(stored, axis, mesh) for axis in (0, 1))
+    # Devices with the same rows of the batch have the same gradient: nothing to be summed.
+    return _Split(rows, vocabulary, width if rows else ())
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _cross_entropy(hidden, scale, matrix, targets, sizes, split):
+    return _forward(hidden, scale, matrix, targets, sizes, split)[0]
+
+
+def _forward(hidden, scale, matrix, targets, sizes, split):
+    run = functools.partial(_statistics, sizes=sizes, split=split)
+    tokens, wide, table = _specs(split)
+    nats, correct, *kept = _on_each_device(
+        run, split, (wide, tokens, table, tokens), (tokens,) * 4
+    )(hidden, scale, matrix, targets)
+    return (nats, correct), (hidden, scale, matrix, targets, *kept)
+
+
+def _backward(sizes, split, residuals, cotangents):
+    run = functools.partial(_gradients, sizes=sizes, split=split)
+    tokens, wide, table = _specs(split)
+    d_nats, _ = cotangents
+    gradients = _on_each_device(
+        run, split, (wide, tokens, table, *(tokens,) * 4), (wide, tokens, table)
+    )(*residuals, d_nats)
+    return *gradients, None
+
+
+_cross_entropy.defvjp(_forward, _backward)
+
+
+def _specs(split):
+    """How numbers of tokens, hidden states and the matrix are split."""
+    rows = split.rows or None
+    return (
+        jax.P(rows, None),
+        jax.P(rows, None, None),
+        jax.P(split.vocabulary or None, split.width or None),
+    )
+
+
+def _on_each_device(run, split, in_specs, out_specs):
+    if split == _Split():
+        return run
+    return jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+class _Chunks:
+    """The chunks of a device's rows of the vocabulary."""
+
+    def __init__(self, matrix, dtype, sizes, split):
+        self.rows, self.sizes, self.split = matrix.shape[0], sizes, split
+        self.length = chunk_rows(self.rows, sizes.chunk)
+        self.number = -(-self.rows // self.length)
+        # Cast before it is sent anywhere.
+        self.matrix = jnp.pad(
+            matrix.astype(dtype), ((0, self.number * self.length - self.rows), (0, 0))
+        )
+        self.first = jax.lax.axis_index(split.vocabulary) * self.rows if split.vocabulary else 0
+
+    def __getitem__(self, i):
+        """(rows whole along the width, their tokens, which of them are in the vocabulary)."""
+        rows = jax.lax.dynamic_slice_in_dim(self.matrix, i * self.length, self.length)
+        if self.split.width:
+            rows = jax.lax.all_gather(rows, self.split.width, axis=1, tiled=True)
+        row = i * self.length + jnp.arange(self.length)
+        tokens = self.first + row
+        return rows, tokens, (row < self.rows) & (tokens < self.sizes.vocab_size)
+
+    def summed(self, d_rows):
+        """The sum of gradients of a chunk over the devices, as the matrix is stored."""
+        width, rows = self.split.width, self.split.rows
+        if width:
+            d_rows = jax.lax.psum_scatter(d_rows, width, scatter_dimension=1, tiled=True)
+        others = tuple(axis for axis in rows if axis not in width)
+        return jax.lax.psum(d_rows, others) if others else d_rows
+
+    def scan(self, body, carry):
+        """Scans `body(carry, i)` over the chunks; stacked outputs are rows of the matrix."""
+        if self.number == 1:
+            carry, rows = body(carry, 0)
+        else:
+            carry, rows = jax.lax.scan(body, carry, jnp.arange(self.number))
+        if rows is not None:
+            rows = rows.reshape(-1, rows.shape[-1])[: self.rows]
+        return carry, rows
+
+
+class _Running(NamedTuple):
+    """What is known of each token after some chunks, all [N].
+
+    Attributes:
+        peak: The largest logit.
+        total: Sum of exp(logit - peak).
+        weighted: Sum of exp(logit - peak) times the inner product.
+        chosen: The target's inner product, or 0.
+        rivals: How many logits of tokens before the target equal the peak.
+    """
+
+    peak: Array
+    total: Array
+    weighted: Array
+    chosen: Array
+    rivals: Array
+
+    def at(self, peak):
+        """The same relative to another peak, which is at least as large."""
+        factor = jnp.exp(self.peak - peak)
+        rivals = jnp.where(self.peak == peak, self.rivals, 0)
+        return _Running(peak, self.total * factor, self.weighted * factor, self.chosen, rivals)
+
+
+def _statistics(hidden, scale, matrix, targets, sizes, split):
+    """(nats, correct, log of the normaliser, d nats/d scale), each as `scale`."""
+    chunks = _Chunks(matrix, hidden.dtype, sizes, split)
+    x, a, t = _flat(hidden), scale.reshape(-1, 1), targets.reshape(-1, 1)
+    lowest = jnp.finfo(scale.dtype).min
+
+    def body(before, i):
+        rows, tokens, true = chunks[i]
+        products = inner_products("nd,vd->nv", x, rows, scale.dtype)
+        logits = jnp.where(true, products * a, lowest)
+        before = before.at(jnp.maximum(before.peak, jnp.max(logits, axis=-1)))
+        peak = before.peak[:, None]
+        weights = jnp.exp(logits - peak)
+        own = true & (tokens == t)
+        added = (
+            weights,
+            weights * products,
+            jnp.where(own, products, 0),
+            # As numbers, for compilers to sum in the same loop.
+            ((logits == peak) & (tokens < t)).astype(scale.dtype),
+        )
+        sums = [x + jnp.sum(y, axis=-1) for x, y in zip(before[1:], added, strict=True)]
+        return _Running(before.peak, *sums), None
+
+    zeros = jnp.zeros(x.shape[:1], scale.dtype)
+    found, _ = chunks.scan(body, _Running(zeros + lowest, *(zeros,) * 4))
+    if split.vocabulary:
+        found = found.at(jax.lax.pmax(found.peak, split.vocabulary))
+        found = _Running(found.peak, *jax.lax.psum(found[1:], split.vocabulary))
+    a = a[:, 0]
+    normaliser = found.peak + jnp.log(found.total)
+    correct = (found.chosen * a == found.peak) & (found.rivals == 0)
+    results = (
+        normaliser - found.chosen * a,
+        correct.astype(scale.dtype),
+        normaliser,
+        found.weighted / found.total - found.chosen,
+    )
+    return tuple(x.reshape(scale.shape) for x in results)
+
+
+def _gradients(hidden, scale, matrix, targets, normaliser, slope, d_nats, sizes, split):
+    """Of hidden states, scales and matrix: with p the probabilities, d_logits = d_nats (p - 1)."""
+    chunks = _Chunks(matrix, hidden.dtype, sizes, split)
+    x, t = _flat(hidden), targets.reshape(-1, 1)
+    a, log_total, factor = (
+        y.reshape(-1, 1).astype(scale.dtype) for y in (scale, normaliser, d_nats * scale)
+    )
+
+    def body(d_hidden, i):
+        rows, tokens, true = chunks[i]
+        products = inner_products("nd,vd->nv", x, rows, scale.dtype)
+        difference = jnp.exp(products * a - log_total) - (tokens == t)
+        # Rounded before the products: a wider operand would cost a TPU three passes of its matrix
+        # units, and keep a GPU off them.
+        d_products = jnp.where(true, difference * factor, 0).astype(hidden.dtype)
+        d_hidden += inner_products("nv,vd->nd", d_products, rows, scale.dtype)
+        d_rows = inner_products("nv,nd->vd", d_products, x, scale.dtype)
+        return d_hidden, chunks.summed(d_rows.astype(matrix.dtype))
+
+    d_hidden, d_matrix = chunks.scan(body, jnp.zeros(x.shape, scale.dtype))
+    if split.vocabulary:
+        d_hidden = jax.lax.psum(d_hidden, split.vocabulary)
+    return d_hidden.astype(hidden.dtype).reshape(hidden.shape), d_nats * slope, d_matrix
+
+
+def _flat(x):
+    return x.reshape(-1, x.shape[-1])

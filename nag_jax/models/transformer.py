@@ -21,7 +21,6 @@ from nag_jax.models.blocks import SKIPPING, Balance, Cache, Transformer
 from nag_jax.models.cache import cache_shapes
 from nag_jax.models.context import Context, Decoding, positions_in_document
 from nag_jax.models.linear import Numerics
-from nag_jax.models.losses import chunked_cross_entropy
 from nag_jax.models.stages import SUBLAYERS, pattern_of, stages_of
 from nag_jax.parameters import flatten, info_of
 from nag_jax.sharding import rules
@@ -275,14 +274,7 @@ class LanguageModel:
         valid = batch["valid"][:, 1:]
         inputs = batch["tokens"][:, :-1], batch["segment_ids"][:, :-1]
         module, out = self._forward(params, *inputs, valid, step, taps, balance)
-        nats, correct = chunked_cross_entropy(
-            module.logits_of(),
-            out.hidden,
-            out.log_scale,
-            batch["tokens"][:, 1:],
-            self.vocab_size,
-            module.loss_chunk,
-        )
+        nats, correct = module.cross_entropy(out, batch["tokens"][:, 1:])
         return {
             "nats": jnp.where(valid, nats, 0),
             "correct": jnp.where(valid, correct, 0),

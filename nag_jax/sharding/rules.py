@@ -52,7 +52,19 @@ def parameter_spec(info: ParamInfo, mesh: Mesh, path: str) -> P:
     for name in info.axes:
         if name not in PARAMETER_RULES:
             raise ValueError(f"parameter {path} has logical axis {name!r}, which has no rule")
-    return _spec(info.axes, info.shape, mesh, PARAMETER_RULES)
+    return stored_spec(info.axes, info.shape, mesh)
+
+
+def stored_spec(axes: tuple[str, ...], shape: tuple[int, ...], mesh: Any) -> P:
+    """Partition spec by which a parameter, or what is made of one, is split where it is stored."""
+    return _spec(tuple(axes), tuple(shape), mesh, PARAMETER_RULES)
+
+
+def mesh_axes(spec: P, axis: int, mesh: Any) -> tuple[str, ...]:
+    """The mesh axes longer than 1 over which a spec splits an axis."""
+    over = spec[axis] if axis < len(spec) else None
+    names = (over,) if isinstance(over, str) else over or ()
+    return tuple(name for name in names if mesh.shape[name] > 1)
 
 
 def _spec(

@@ -1,11 +1,11 @@
-"""Chunked cross-entropy against float64 NumPy, at any chunk."""
+"""Cross-entropy in chunks of the vocabulary against float64 NumPy."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nag_jax.models.losses import chunked_cross_entropy
+from nag_jax.models.losses import chunk_rows, cross_entropy
 
 BATCH, LENGTH, WIDTH, VOCAB, PADDED = 2, 11, 6, 13, 16
 
@@ -14,69 +14,133 @@ def example():
     rng = np.random.default_rng(0)
     return (
         rng.normal(size=(BATCH, LENGTH, WIDTH)),
-        rng.normal(size=(BATCH, LENGTH)),
+        np.exp(rng.normal(size=(BATCH, LENGTH))),
         rng.normal(size=(PADDED, WIDTH)),
         rng.integers(0, VOCAB, (BATCH, LENGTH)),
     )
 
 
-def expected(hidden, log_scale, table, targets, c):
+def expected(hidden, scale, table, targets, c):
     """(nats, most likely tokens, gradients of <c, nats>) over the true vocabulary."""
-    cosine = hidden @ table[:VOCAB].T
-    logits = np.exp(log_scale)[..., None] * cosine
-    exponentials = np.exp(logits)
+    products = hidden @ table[:VOCAB].T
+    logits = scale[..., None] * products
+    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
     p = exponentials / exponentials.sum(axis=-1, keepdims=True)
     hot = np.eye(VOCAB)[targets]
     nats = -np.log(np.sum(p * hot, axis=-1))
     d_logits = c[..., None] * (p - hot)
     d_table = np.zeros_like(table)
-    d_table[:VOCAB] = np.einsum("btv,btd->vd", d_logits * np.exp(log_scale)[..., None], hidden)
+    d_table[:VOCAB] = np.einsum("btv,btd->vd", d_logits * scale[..., None], hidden)
     return (
         nats,
         logits.argmax(axis=-1),
-        np.exp(log_scale)[..., None] * d_logits @ table[:VOCAB],
-        np.sum(d_logits * logits, axis=-1),
+        scale[..., None] * d_logits @ table[:VOCAB],
+        np.sum(d_logits * products, axis=-1),
         d_table,
     )
 
 
-@pytest.mark.parametrize("chunk", [0, 1, 3, 4, 11, 50])
-def test_equals_dense(chunk, x64):
-    hidden, log_scale, table, targets = example()
-    c = np.random.default_rng(1).normal(size=(BATCH, LENGTH))
+def run(hidden, scale, table, targets, c, chunk):
+    """((nats, correct), gradients of <c, nats>)."""
 
-    def loss(hidden, log_scale, table):
-        def logits_of(hidden, log_scale):
-            return jnp.exp(log_scale)[..., None] * (hidden @ table.T)
-
-        nats, correct = chunked_cross_entropy(
-            logits_of, hidden, log_scale, jnp.asarray(targets), VOCAB, chunk
-        )
+    def loss(hidden, scale, table):
+        nats, correct = cross_entropy(hidden, scale, table, jnp.asarray(targets), VOCAB, chunk)
         return jnp.sum(c * nats), (nats, correct)
 
-    arguments = map(jnp.asarray, (hidden, log_scale, table))
-    gradients, (nats, correct) = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*arguments)
-    wanted_nats, best, *wanted = expected(hidden, log_scale, table, targets, c)
+    gradients, results = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(hidden, scale, table)
+    return results, gradients
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 2, 3, 5, 8, 13, 15, 16, 50])
+def test_equals_dense(chunk, x64):
+    *inputs, targets = example()
+    c = np.random.default_rng(1).normal(size=(BATCH, LENGTH))
+    (nats, correct), gradients = run(*map(jnp.asarray, inputs), targets, c, chunk)
+    wanted_nats, best, *wanted = expected(*inputs, targets, c)
+    assert 0 < np.sum(best == targets) < best.size
     np.testing.assert_allclose(nats, wanted_nats, rtol=1e-12)
     np.testing.assert_array_equal(correct, best == targets)
     for got, want in zip(gradients, wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-13)
 
 
-def test_padding_never_wins_and_large_logits_stay_finite():
+@pytest.mark.parametrize("chunk", [0, 3])
+def test_bfloat16_beside_float32_tables(chunk):
+    """What was rounded on its way in is exact; the table's gradient keeps its precision."""
+    hidden, scale, table, targets = example()
+    hidden, table = (np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in (hidden, table))
+    c = np.ones((BATCH, LENGTH))
+    arguments = jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(scale), jnp.asarray(table)
+    (nats, correct), gradients = run(*arguments, targets, c, chunk)
+    wanted_nats, best, *wanted = expected(hidden, scale, table, targets, c)
+    assert [x.dtype for x in (nats, correct)] == [jnp.float32] * 2
+    assert [x.dtype for x in gradients] == [jnp.bfloat16, jnp.float32, jnp.float32]
+    np.testing.assert_allclose(nats, wanted_nats, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(correct, best == targets)
+    for got, want, bound in zip(gradients, wanted, (1e-2, 1e-4, 1e-2), strict=True):
+        error = np.abs(np.asarray(got, np.float64) - want)
+        assert error.max() <= bound * np.abs(want).max()
+
+
+@pytest.mark.parametrize("chunk", [0, 4, 7])
+def test_padding_never_wins_and_large_logits_stay_finite(chunk):
     """Padded rows with the largest logits by far change nothing."""
-    hidden, log_scale, table, targets = (jnp.asarray(x) for x in example())
-    log_scale = log_scale + 8.0
+    *inputs, targets = example()
+    hidden, scale, table = (jnp.asarray(x) for x in inputs)
+    scale = scale * 3000
+    c = jnp.ones(scale.shape)
+    before = run(hidden, scale, table, targets, c, chunk)
+    after = run(hidden, scale, table.at[VOCAB:].set(1e6), targets, c, chunk)
+    for got, want in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(got, want)
+        assert np.all(np.isfinite(got))
 
-    def run(table):
-        def logits_of(hidden, log_scale):
-            return jnp.exp(log_scale)[..., None] * (hidden @ table.T)
 
-        return chunked_cross_entropy(logits_of, hidden, log_scale, targets, VOCAB, 4)
+@pytest.mark.parametrize("chunk", [0, 1, 4, 7])
+def test_of_equal_logits_the_first_is_the_most_likely(chunk):
+    """In one chunk or in two; all logits equal, or two of them."""
+    hidden, scale, _, _ = (jnp.asarray(x, jnp.float32) for x in example())
+    hidden = jnp.abs(hidden)
+    targets = jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH))
+    for rows, first in (((), 0), ((2, 3), 2), ((3, 10), 3), ((5,), 5)):
+        table = jnp.zeros((PADDED, WIDTH)).at[jnp.asarray(rows, int)].set(1.0)
+        _, correct = cross_entropy(hidden, scale, table, targets, VOCAB, chunk)
+        np.testing.assert_array_equal(correct, targets == first)
 
-    nats, correct = run(table)
-    huge = run(table.at[VOCAB:].set(1e6))
-    np.testing.assert_array_equal(nats, huge[0])
-    np.testing.assert_array_equal(correct, huge[1])
-    assert np.all(np.isfinite(nats))
-    assert nats.dtype == jnp.float32
+
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_a_token_that_is_not_finite_leaves_the_others_alone(chunk):
+    *inputs, targets = example()
+    hidden, scale, table = (jnp.asarray(x) for x in inputs)
+    c = jnp.ones(scale.shape)
+    (nats, correct), (d_hidden, d_scale, _) = run(hidden, scale, table, targets, c, chunk)
+    broken = hidden.at[1, 4].set(jnp.nan)
+    got = run(broken, scale, table, targets, c, chunk)
+    (bad_nats, bad_correct), (bad_hidden, bad_scale, _) = got
+    others = np.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) != LENGTH + 4
+    for bad, good in ((bad_nats, nats), (bad_hidden, d_hidden), (bad_scale, d_scale)):
+        np.testing.assert_allclose(np.asarray(bad)[others], np.asarray(good)[others], rtol=1e-6)
+        assert np.all(np.isnan(np.asarray(bad)[~others]))
+    np.testing.assert_array_equal(np.asarray(bad_correct)[others], np.asarray(correct)[others])
+    assert bad_correct[1, 4] == 0
+
+
+@pytest.mark.parametrize(
+    "rows, most, size",
+    [
+        (32000, 4096, 3200),
+        (50304, 4096, 3968),
+        (32000, 0, 32000),
+        (32000, 32000, 32000),
+        (256, 4096, 256),
+        (16, 5, 4),
+        (16, 3, 2),
+        (13, 5, 5),
+        (13, 1, 1),
+    ],
+)
+def test_chunks_divide_the_table_or_nearly(rows, most, size):
+    assert chunk_rows(rows, most) == size
+    for other in range(1, 300):
+        length = chunk_rows(rows, other)
+        assert 1 <= length <= min(rows, other) and -(-rows // length) * length < rows + length

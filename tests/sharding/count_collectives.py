@@ -98,10 +98,13 @@ def step(**axes):
     """Bytes by kind within a tenth of what the mesh must send, at 2 and at 8 layers.
 
     With n tokens on a device, d the width, p parameters, of which w are gathered along the width,
-    and D, F, T devices on the axes data, fsdp and tensor, a float32 step sends
+    v of them the table's, and D, F, T devices on the axes data, fsdp and tensor, a float32 step
+    sends
 
         gathered weights    2 (F-1)/F 4 w/T           forward, and again in the backward pass
-        gradients           2 (DF-1)/(DF) 4 p/T       with a tied table twice, as it is used
+        gradients           2 (DF-1)/(DF) 4 p/T       the table's of the lookup
+        the decode's        (F-1)/F 4 v/T             by a reduce-scatter, and from there
+                            + 2 (D-1)/D 4 v/(FT)
         activations         2 (T-1)/T 4 n d (7 L + 2)
 
     Of the 7 in a layer one is forward and three backward in attention (queries, keys, values), one
@@ -118,7 +121,9 @@ def step(**axes):
         shards, tokens = data * fsdp, ROWS * LENGTH // (data * fsdp)
         expected = {
             "all-gather": 2 * (fsdp - 1) / fsdp * 4 * wide / tensor,
-            "all-reduce": 2 * (shards - 1) / shards * 4 * (parameters + table) / tensor
+            "reduce-scatter": (fsdp - 1) / fsdp * 4 * table / tensor,
+            "all-reduce": 2 * (shards - 1) / shards * 4 * parameters / tensor
+            + 2 * (data - 1) / data * 4 * table / (fsdp * tensor)
             + 2 * (tensor - 1) / tensor * 4 * tokens * WIDTH * (7 * layers + 2),
         }
         sums = {kind: size for kind, (_, size) in totals(found).items()}

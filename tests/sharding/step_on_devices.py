@@ -91,7 +91,7 @@ class Stepper:
             feedforward__kind=feedforward,
             d_model=64,
             attention__query_chunk=32,
-            loss_chunk=50,
+            loss_chunk=12,
             vocab_multiple=8,
             **{f"feedforward__{k}": value for k, value in FEEDFORWARDS[feedforward].items()},
             skipping__kind=skipping,
