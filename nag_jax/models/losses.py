@@ -1,10 +1,12 @@
 """Cross-entropy over a vocabulary without holding every logit at once.
 
-The table's rows are taken in chunks. Forward, each token keeps a running maximum and sums relative
-to it; backward, a chunk's probabilities are made again from the kept normaliser. Written by hand
-because automatic differentiation would find the maximum and the sum of every chunk again. So
-written, XLA for TPU makes one loop of the products and the maximum, one of all sums, and one of the
-products made again and the cotangents, which alone are written, in the compute dtype.
+The table's rows are taken in chunks. Forward, each token sums exponentials relative to a reference
+that is known before the products are, so that XLA for TPU reduces a chunk's logits as its matrix
+units make them and writes none. Backward, probabilities are made again from the kept normaliser and
+rounded cotangents alone are written; automatic differentiation would reduce all chunks again.
+
+The reference is the largest of the first few logits. A logit may exceed it by 66 before float32
+comes near its end; then all is done again relative to the true maximum.
 
 Chunks are of the vocabulary and not of tokens: the gradient of a chunk's rows is done with the
 chunk, where with chunks of tokens the whole table's is read, added to and written for each of them,
@@ -24,6 +26,8 @@ from nag_jax.sharding import rules
 
 # Chunks are multiples of this, unless they were asked for finer: lanes of a TPU, tiles of a GPU.
 ALIGNMENT = 128
+# Rows whose largest logit is the first reference.
+SAMPLE = 128
 
 
 def cross_entropy(
@@ -150,12 +154,12 @@ class _Chunks:
         )
         self.first = jax.lax.axis_index(split.vocabulary) * self.rows if split.vocabulary else 0
 
-    def __getitem__(self, i):
+    def part(self, start, length):
         """(rows whole along the width, their tokens, which of them are in the vocabulary)."""
-        rows = jax.lax.dynamic_slice_in_dim(self.matrix, i * self.length, self.length)
+        rows = jax.lax.dynamic_slice_in_dim(self.matrix, start, length)
         if self.split.width:
             rows = jax.lax.all_gather(rows, self.split.width, axis=1, tiled=True)
-        row = i * self.length + jnp.arange(self.length)
+        row = start + jnp.arange(length)
         tokens = self.first + row
         return rows, tokens, (row < self.rows) & (tokens < self.sizes.vocab_size)
 
@@ -168,38 +172,40 @@ class _Chunks:
         return jax.lax.psum(d_rows, others) if others else d_rows
 
     def scan(self, body, carry):
-        """Scans `body(carry, i)` over the chunks; stacked outputs are rows of the matrix."""
+        """Scans `body(carry, part)` over the chunks; stacked outputs are rows of the matrix."""
+
+        def one(carry, start):
+            return body(carry, self.part(start, self.length))
+
         if self.number == 1:
-            carry, rows = body(carry, 0)
+            carry, rows = one(carry, 0)
         else:
-            carry, rows = jax.lax.scan(body, carry, jnp.arange(self.number))
+            carry, rows = jax.lax.scan(one, carry, jnp.arange(self.number) * self.length)
         if rows is not None:
             rows = rows.reshape(-1, rows.shape[-1])[: self.rows]
         return carry, rows
 
 
-class _Running(NamedTuple):
+class _Found(NamedTuple):
     """What is known of each token after some chunks, all [N].
 
     Attributes:
-        peak: The largest logit.
-        total: Sum of exp(logit - peak).
-        weighted: Sum of exp(logit - peak) times the inner product.
+        lower: The largest logit of tokens before the target.
+        upper: The largest logit of the others.
+        total: Sum of exp(logit - reference).
+        weighted: Sum of exp(logit - reference) times the inner product.
         chosen: The target's inner product, or 0.
-        rivals: How many logits of tokens before the target equal the peak.
     """
 
-    peak: Array
+    lower: Array
+    upper: Array
     total: Array
     weighted: Array
     chosen: Array
-    rivals: Array
 
-    def at(self, peak):
-        """The same relative to another peak, which is at least as large."""
-        factor = jnp.exp(self.peak - peak)
-        rivals = jnp.where(self.peak == peak, self.rivals, 0)
-        return _Running(peak, self.total * factor, self.weighted * factor, self.chosen, rivals)
+    @property
+    def peak(self):
+        return jnp.maximum(self.lower, self.upper)
 
 
 def _statistics(hidden, scale, matrix, targets, sizes, split):
@@ -208,34 +214,54 @@ def _statistics(hidden, scale, matrix, targets, sizes, split):
     x, a, t = _flat(hidden), scale.reshape(-1, 1), targets.reshape(-1, 1)
     lowest = jnp.finfo(scale.dtype).min
 
-    def body(before, i):
-        rows, tokens, true = chunks[i]
+    def logits_of(rows, true):
         products = inner_products("nd,vd->nv", x, rows, scale.dtype)
-        logits = jnp.where(true, products * a, lowest)
-        before = before.at(jnp.maximum(before.peak, jnp.max(logits, axis=-1)))
-        peak = before.peak[:, None]
-        weights = jnp.exp(logits - peak)
-        own = true & (tokens == t)
-        added = (
-            weights,
-            weights * products,
-            jnp.where(own, products, 0),
-            # As numbers, for compilers to sum in the same loop.
-            ((logits == peak) & (tokens < t)).astype(scale.dtype),
-        )
-        sums = [x + jnp.sum(y, axis=-1) for x, y in zip(before[1:], added, strict=True)]
-        return _Running(before.peak, *sums), None
+        return products, jnp.where(true, products * a, lowest)
 
-    zeros = jnp.zeros(x.shape[:1], scale.dtype)
-    found, _ = chunks.scan(body, _Running(zeros + lowest, *(zeros,) * 4))
+    def find(reference):
+        def body(found, part):
+            rows, tokens, true = part
+            products, logits = logits_of(rows, true)
+            weights = jnp.exp(logits - reference[:, None])
+            before = tokens < t
+            lower, upper = (jnp.where(side, logits, lowest) for side in (before, ~before))
+            return _Found(
+                jnp.maximum(found.lower, jnp.max(lower, axis=-1)),
+                jnp.maximum(found.upper, jnp.max(upper, axis=-1)),
+                found.total + jnp.sum(weights, axis=-1),
+                found.weighted + jnp.sum(weights * products, axis=-1),
+                found.chosen + jnp.sum(jnp.where(true & (tokens == t), products, 0), axis=-1),
+            ), None
+
+        zeros = jnp.zeros_like(reference)
+        found, _ = chunks.scan(body, _Found(zeros + lowest, zeros + lowest, zeros, zeros, zeros))
+        if over := split.vocabulary:
+            peaks = jax.lax.pmax((found.lower, found.upper), over)
+            found = _Found(*peaks, *jax.lax.psum(found[2:], over))
+        return found
+
+    rows, _, true = chunks.part(0, min(SAMPLE, chunks.length))
+    reference = jnp.max(logits_of(rows, true)[1], axis=-1)
     if split.vocabulary:
-        found = found.at(jax.lax.pmax(found.peak, split.vocabulary))
-        found = _Running(found.peak, *jax.lax.psum(found[1:], split.vocabulary))
+        reference = jax.lax.pmax(reference, split.vocabulary)
+    found = find(reference)
+    # Far enough from overflow for sums weighted with inner products.
+    small = jnp.all(found.total < float(jnp.finfo(scale.dtype).max) ** 0.75)
+    if everywhere := split.rows + split.vocabulary:  # what follows sends, if it is done at all
+        small = jax.lax.pmin(small.astype(jnp.int32), everywhere) > 0
+    found, reference = jax.lax.cond(
+        small,
+        lambda peak: (found, reference),
+        lambda peak: (find(peak), peak),
+        found.peak,
+    )
+
     a = a[:, 0]
-    normaliser = found.peak + jnp.log(found.total)
-    correct = (found.chosen * a == found.peak) & (found.rivals == 0)
+    normaliser = reference + jnp.log(found.total)
+    logit = found.chosen * a
+    correct = (logit > found.lower) & (logit >= found.upper)
     results = (
-        normaliser - found.chosen * a,
+        normaliser - logit,
         correct.astype(scale.dtype),
         normaliser,
         found.weighted / found.total - found.chosen,
@@ -251,8 +277,8 @@ def _gradients(hidden, scale, matrix, targets, normaliser, slope, d_nats, sizes,
         y.reshape(-1, 1).astype(scale.dtype) for y in (scale, normaliser, d_nats * scale)
     )
 
-    def body(d_hidden, i):
-        rows, tokens, true = chunks[i]
+    def body(d_hidden, part):
+        rows, tokens, true = part
         products = inner_products("nd,vd->nv", x, rows, scale.dtype)
         difference = jnp.exp(products * a - log_total) - (tokens == t)
         # Rounded before the products: a wider operand would cost a TPU three passes of its matrix

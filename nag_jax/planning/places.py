@@ -10,7 +10,7 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _PLACE = re.compile(r'op_name="([^"]*)"')
 # JAX's own wrapping, which says nothing of a place in the model.
 _WRAPPING = re.compile(
-    r"^(while|body|closed_call|jit\(.*\)|.*jvp.*|checkpoint|rematted_computation)$"
+    r"^(while|body|closed_call|jit\(.*\)|.*jvp.*|checkpoint|rematted_computation|.*->.*)$"
 )
 
 

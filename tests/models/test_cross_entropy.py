@@ -24,10 +24,10 @@ def expected(hidden, scale, table, targets, c):
     """(nats, most likely tokens, gradients of <c, nats>) over the true vocabulary."""
     products = hidden @ table[:VOCAB].T
     logits = scale[..., None] * products
-    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    p = exponentials / exponentials.sum(axis=-1, keepdims=True)
-    hot = np.eye(VOCAB)[targets]
-    nats = -np.log(np.sum(p * hot, axis=-1))
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    total = np.exp(shifted).sum(axis=-1, keepdims=True)
+    p, hot = np.exp(shifted) / total, np.eye(VOCAB)[targets]
+    nats = np.log(total)[..., 0] - np.sum(shifted * hot, axis=-1)
     d_logits = c[..., None] * (p - hot)
     d_table = np.zeros_like(table)
     d_table[:VOCAB] = np.einsum("btv,btd->vd", d_logits * scale[..., None], hidden)
@@ -62,6 +62,26 @@ def test_equals_dense(chunk, x64):
     np.testing.assert_array_equal(correct, best == targets)
     for got, want in zip(gradients, wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype, far", [("float32", 1e3), ("float64", 1e5)])
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_logits_far_above_the_first_ones(chunk, dtype, far, x64):
+    """So far that exponentials relative to a maximum of the first chunk overflow."""
+    hidden, scale, table, targets = example()
+    hidden, scale = np.abs(hidden) + 0.1, scale + 1
+    table[9] = far
+    targets[0, :3] = 9
+    arguments = [jnp.asarray(x, dtype) for x in (hidden, scale, table)]
+    (nats, correct), gradients = run(*arguments, targets, jnp.ones(scale.shape, dtype), chunk)
+    wanted_nats, best, *wanted = expected(hidden, scale, table, targets, np.ones(scale.shape))
+    assert np.all(best == 9) and wanted_nats.max() > far
+    rounding = float(jnp.finfo(dtype).eps) * 20 * far  # of logits
+    np.testing.assert_allclose(nats, wanted_nats, rtol=rounding / far, atol=rounding)
+    np.testing.assert_array_equal(correct, best == targets)
+    for got, want in zip(gradients, wanted, strict=True):
+        error = np.abs(got - want).max()
+        assert error <= rounding * np.abs(want).max()
 
 
 @pytest.mark.parametrize("chunk", [0, 3])
@@ -119,7 +139,7 @@ def test_a_token_that_is_not_finite_leaves_the_others_alone(chunk):
     (bad_nats, bad_correct), (bad_hidden, bad_scale, _) = got
     others = np.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) != LENGTH + 4
     for bad, good in ((bad_nats, nats), (bad_hidden, d_hidden), (bad_scale, d_scale)):
-        np.testing.assert_allclose(np.asarray(bad)[others], np.asarray(good)[others], rtol=1e-6)
+        np.testing.assert_allclose(np.asarray(bad)[others], np.asarray(good)[others], rtol=1e-5)
         assert np.all(np.isnan(np.asarray(bad)[~others]))
     np.testing.assert_array_equal(np.asarray(bad_correct)[others], np.asarray(correct)[others])
     assert bad_correct[1, 4] == 0
