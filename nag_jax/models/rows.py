@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nag_jax.errors import UserError
+from nag_jax.models.grouped_gradient import weight_gradient
+from pallas_kernels.platform import platform_in_use
 
 # Rows of a block, largest first; the last may overshoot its group. Measured on CPU at widths 256
 # and 688: larger last blocks waste products on small groups, smaller ones are slow per row.
@@ -90,7 +92,10 @@ def choose(
     return Choice(requested, f"asked for; {about}")
 
 
-_ABOUT = {"ragged_dot": "XLA's grouped kernel", "tokamax": "fused kernels for GPU"}
+_ABOUT = {
+    "ragged_dot": "XLA's grouped kernel",
+    "tokamax": "fused kernels for GPU",
+}
 
 
 def _refusal(kernel: str, platform: str, dtype: jnp.dtype) -> str | None:
@@ -232,9 +237,19 @@ def _grouped_backward(implementation, residuals, d_y):
     if implementation == "blocked":
         d_x = _blocked_product(d_y, w, group_sizes, transpose=True)
         return d_x, _blocked_weight_gradient(x, d_y, group_sizes, w.dtype), None
-    x, d_y = (_of_a_group(rows, group_sizes) for rows in (x, d_y))
-    d_x, d_w = jax.vjp(_kernel(implementation, group_sizes), x, w)[1](d_y)
+    kernel = _kernel(implementation, group_sizes)
+    d_y = _of_a_group(d_y, group_sizes)
+    if implementation == "ragged_dot" and _lacks_gradient_kernel(x.dtype):
+        (d_x,) = jax.vjp(lambda x: kernel(x, w), x)[1](d_y)
+        return _of_a_group(d_x, group_sizes), weight_gradient(x, d_y, group_sizes), None
+    d_x, d_w = jax.vjp(kernel, _of_a_group(x, group_sizes), w)[1](d_y)
     return _of_a_group(d_x, group_sizes), d_w, None
+
+
+def _lacks_gradient_kernel(dtype: jnp.dtype) -> bool:
+    """Whether XLA has none and `weight_gradient` serves, which would round float32 to bfloat16."""
+    old = jax.__version_info__ < (0, 11)
+    return old and platform_in_use() == "tpu" and dtype == jnp.bfloat16
 
 
 grouped_matmul.defvjp(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from nag_jax.models import rows
+from nag_jax.models.grouped_gradient import weight_gradient
 from nag_jax.models.linear import GROUPED_PRODUCT, Numerics, contract_grouped
 
 # Name: rows in all, sizes of the groups.
@@ -69,6 +70,22 @@ def test_grouped_matmul(case, dtype, implementation):
         assert np.abs(array - want).max() <= tolerance * max(np.abs(want).max(), 1)
     for array in got[:2]:
         assert not np.asarray(array, np.float32)[sum(sizes) :].any()
+
+
+@pytest.mark.parametrize(
+    "case, widths",
+    [(case, (24, 40)) for case in CASES]
+    + [("rows past the total, over whole blocks", (700, 1300))],  # several tiles
+)
+def test_weight_gradient_of_the_kernel_for_tpu(case, widths):
+    total, sizes = CASES[case]
+    x, _, d_y = inputs(total, sizes, "bfloat16", widths)
+    got = weight_gradient(x, d_y, jnp.asarray(sizes, jnp.int32), interpret=True)
+    wanted = expected_product(x, np.zeros((len(sizes), *widths)), sizes, d_y)[2]
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64), wanted, rtol=2**-7, atol=1e-5 * total, err_msg=case
+    )
 
 
 def test_cost_follows_the_sizes(monkeypatch):
