@@ -240,21 +240,22 @@ def _statistics(hidden, scale, matrix, targets, sizes, split):
             found = _Found(*peaks, *jax.lax.psum(found[2:], over))
         return found
 
-    rows, _, true = chunks.part(0, min(SAMPLE, chunks.length))
+    rows, _, true = chunks.part(0, min(SAMPLE, chunks.rows))
     reference = jnp.max(logits_of(rows, true)[1], axis=-1)
     if split.vocabulary:
         reference = jax.lax.pmax(reference, split.vocabulary)
     found = find(reference)
-    # Far enough from overflow for sums weighted with inner products.
-    small = jnp.all(found.total < float(jnp.finfo(scale.dtype).max) ** 0.75)
-    if everywhere := split.rows + split.vocabulary:  # what follows sends, if it is done at all
-        small = jax.lax.pmin(small.astype(jnp.int32), everywhere) > 0
-    found, reference = jax.lax.cond(
-        small,
-        lambda peak: (found, reference),
-        lambda peak: (find(peak), peak),
-        found.peak,
-    )
+    if chunks.rows > SAMPLE:  # else it is the maximum
+        # Far enough from overflow for sums weighted with inner products. No NaN is large.
+        large = jnp.any(found.total > float(jnp.finfo(scale.dtype).max) ** 0.75)
+        if everywhere := split.rows + split.vocabulary:  # what follows sends, if it is done at all
+            large = jax.lax.pmax(large.astype(jnp.int32), everywhere) > 0
+        found, reference = jax.lax.cond(
+            large,
+            lambda peak: (find(peak), peak),
+            lambda peak: (found, reference),
+            found.peak,
+        )
 
     a = a[:, 0]
     normaliser = reference + jnp.log(found.total)

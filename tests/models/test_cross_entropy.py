@@ -5,9 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from nag_jax.models import losses
 from nag_jax.models.losses import chunk_rows, cross_entropy
 
 BATCH, LENGTH, WIDTH, VOCAB, PADDED = 2, 11, 6, 13, 16
+
+
+@pytest.fixture(autouse=True, params=[4, 128])
+def sample(request, monkeypatch):
+    """A reference taken from fewer rows than there are, and from all."""
+    monkeypatch.setattr(losses, "SAMPLE", request.param)
 
 
 def example():
