@@ -66,7 +66,7 @@ def shared_defaults() -> dict[str, Any]:
             "compute_dtype": "float32",
             "strict_kernels": False,  # refuse a run of which a part has no fused kernel
             "remat": "dots_with_no_batch_dims_saveable",
-            "loss_chunk": 2048,  # most of the vocabulary that the loss takes at a time; 0: all
+            "loss_chunk": 2048,  # most ids that a device's loss takes at a time; 0: all
             "connection": {"kind": "nag"},
             "attention": {"kind": "gqa"},
             "feedforward": {"kind": "swiglu"},

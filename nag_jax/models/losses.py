@@ -5,8 +5,9 @@ that is known before the products are, so that XLA for TPU reduces a chunk's log
 units make them and writes none. Backward, probabilities are made again from the kept normaliser and
 rounded cotangents alone are written; automatic differentiation would reduce all chunks again.
 
-The reference is the largest of the first few logits. A logit may exceed it by 66 before float32
-comes near its end; then all is done again relative to the true maximum.
+The reference is the largest of the first few logits, of each device's where the vocabulary is
+split. A logit may exceed it by 66 before float32 comes near its end; then all is done again
+relative to the true maximum.
 
 Chunks are of the vocabulary and not of tokens: the gradient of a chunk's rows is done with the
 chunk, where with chunks of tokens the whole table's is read, added to and written for each of them,
@@ -80,8 +81,9 @@ class _Sizes(NamedTuple):
 
 
 class _Split(NamedTuple):
-    """The mesh axes longer than 1 that split the batch's rows, the vocabulary and the width."""
+    """Whether there is a mesh, and its axes that split the batch's rows, vocabulary and width."""
 
+    mesh: bool = False
     rows: tuple[str, ...] = ()
     vocabulary: tuple[str, ...] = ()
     width: tuple[str, ...] = ()
@@ -89,13 +91,13 @@ class _Split(NamedTuple):
 
 def _split(hidden: Array, matrix: Array) -> _Split:
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or mesh.are_all_axes_manual:
+    if mesh.size == 1 or not rules.in_use(mesh):
         return _Split()
     rows = rules.mesh_axes(rules.rows_spec(hidden.shape[0], mesh), 0, mesh)
     stored = rules.stored_spec(("vocabulary", "embed"), matrix.shape, mesh)
     vocabulary, width = (rules.mesh_axes(stored, axis, mesh) for axis in (0, 1))
     # Devices with the same rows of the batch have the same gradient: nothing to be summed.
-    return _Split(rows, vocabulary, width if rows else ())
+    return _Split(True, rows, vocabulary, width if rows else ())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -107,7 +109,7 @@ def _forward(hidden, scale, matrix, targets, sizes, split):
     run = functools.partial(_statistics, sizes=sizes, split=split)
     tokens, wide, table = _specs(split)
     nats, correct, *kept = _on_each_device(
-        run, split, (wide, tokens, table, tokens), (tokens,) * 4
+        run, split, (wide, tokens, table, tokens), (tokens,) * 5
     )(hidden, scale, matrix, targets)
     return (nats, correct), (hidden, scale, matrix, targets, *kept)
 
@@ -117,7 +119,7 @@ def _backward(sizes, split, residuals, cotangents):
     tokens, wide, table = _specs(split)
     d_nats, _ = cotangents
     gradients = _on_each_device(
-        run, split, (wide, tokens, table, *(tokens,) * 4), (wide, tokens, table)
+        run, split, (wide, tokens, table, *(tokens,) * 5), (wide, tokens, table)
     )(*residuals, d_nats)
     return *gradients, None
 
@@ -136,7 +138,7 @@ def _specs(split):
 
 
 def _on_each_device(run, split, in_specs, out_specs):
-    if split == _Split():
+    if not split.mesh:
         return run
     return jax.shard_map(run, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
@@ -148,7 +150,7 @@ class _Chunks:
         self.rows, self.sizes, self.split = matrix.shape[0], sizes, split
         self.length = chunk_rows(self.rows, sizes.chunk)
         self.number = -(-self.rows // self.length)
-        # Cast before it is sent anywhere.
+        # Cast before a chunk is sent anywhere.
         self.matrix = jnp.pad(
             matrix.astype(dtype), ((0, self.number * self.length - self.rows), (0, 0))
         )
@@ -190,44 +192,47 @@ class _Found(NamedTuple):
     """What is known of each token after some chunks, all [N].
 
     Attributes:
-        lower: The largest logit of tokens before the target.
-        upper: The largest logit of the others.
+        before: The largest logit of the tokens before the target.
+        after: The largest logit of those after it.
         total: Sum of exp(logit - reference).
         weighted: Sum of exp(logit - reference) times the inner product.
         chosen: The target's inner product, or 0.
     """
 
-    lower: Array
-    upper: Array
+    before: Array
+    after: Array
     total: Array
     weighted: Array
     chosen: Array
 
-    @property
-    def peak(self):
-        return jnp.maximum(self.lower, self.upper)
+
+def _logits(x, scale, rows, true):
+    """(inner products, logits), the latter as low as can be for what is not in the vocabulary.
+
+    Selected, so that forward and backward a logit is rounded before anything is subtracted from it:
+    compilers would else do both in one step, and half a unit of a large logit is much of its
+    exponential.
+    """
+    products = inner_products("nd,vd->nv", x, rows, scale.dtype)
+    return products, jnp.where(true, products * scale, jnp.finfo(scale.dtype).min)
 
 
 def _statistics(hidden, scale, matrix, targets, sizes, split):
-    """(nats, correct, log of the normaliser, d nats/d scale), each as `scale`."""
+    """(nats, correct, reference, log of the sum relative to it, d nats/d scale), as `scale`."""
     chunks = _Chunks(matrix, hidden.dtype, sizes, split)
     x, a, t = _flat(hidden), scale.reshape(-1, 1), targets.reshape(-1, 1)
     lowest = jnp.finfo(scale.dtype).min
 
-    def logits_of(rows, true):
-        products = inner_products("nd,vd->nv", x, rows, scale.dtype)
-        return products, jnp.where(true, products * a, lowest)
-
     def find(reference):
         def body(found, part):
             rows, tokens, true = part
-            products, logits = logits_of(rows, true)
+            products, logits = _logits(x, a, rows, true)
             weights = jnp.exp(logits - reference[:, None])
-            before = tokens < t
-            lower, upper = (jnp.where(side, logits, lowest) for side in (before, ~before))
+            known = jax.lax.stop_gradient(logits)
+            before, after = (jnp.where(side, known, lowest) for side in (tokens < t, tokens > t))
             return _Found(
-                jnp.maximum(found.lower, jnp.max(lower, axis=-1)),
-                jnp.maximum(found.upper, jnp.max(upper, axis=-1)),
+                jnp.maximum(found.before, jnp.max(before, axis=-1)),
+                jnp.maximum(found.after, jnp.max(after, axis=-1)),
                 found.total + jnp.sum(weights, axis=-1),
                 found.weighted + jnp.sum(weights * products, axis=-1),
                 found.chosen + jnp.sum(jnp.where(true & (tokens == t), products, 0), axis=-1),
@@ -236,52 +241,54 @@ def _statistics(hidden, scale, matrix, targets, sizes, split):
         zeros = jnp.zeros_like(reference)
         found, _ = chunks.scan(body, _Found(zeros + lowest, zeros + lowest, zeros, zeros, zeros))
         if over := split.vocabulary:
-            peaks = jax.lax.pmax((found.lower, found.upper), over)
-            found = _Found(*peaks, *jax.lax.psum(found[2:], over))
+            peaks = jax.lax.stop_gradient((found.before, found.after))
+            found = _Found(*jax.lax.pmax(peaks, over), *jax.lax.psum(found[2:], over))
         return found
 
     rows, _, true = chunks.part(0, min(SAMPLE, chunks.rows))
-    reference = jnp.max(logits_of(rows, true)[1], axis=-1)
+    reference = jax.lax.stop_gradient(jnp.max(_logits(x, a, rows, true)[1], axis=-1))
     if split.vocabulary:
         reference = jax.lax.pmax(reference, split.vocabulary)
     found = find(reference)
+    peak = jnp.maximum(found.before, found.after)
+    peak = jax.lax.stop_gradient(jnp.maximum(peak, found.chosen * a[:, 0]))
     if chunks.rows > SAMPLE:  # else it is the maximum
-        # Far enough from overflow for sums weighted with inner products. No NaN is large.
-        large = jnp.any(found.total > float(jnp.finfo(scale.dtype).max) ** 0.75)
+        # Far enough from overflow for sums weighted with inner products. Below 1 is a sum whose
+        # reference was rounded otherwise, by so much if logits are huge. A NaN is left as it is.
+        limit = float(jnp.finfo(scale.dtype).max) ** 0.75
+        again = jnp.any((found.total > limit) | (found.total < 1 / limit))
         if everywhere := split.rows + split.vocabulary:  # what follows sends, if it is done at all
-            large = jax.lax.pmax(large.astype(jnp.int32), everywhere) > 0
+            again = jax.lax.pmax(again.astype(jnp.int32), everywhere) > 0
         found, reference = jax.lax.cond(
-            large,
-            lambda peak: (find(peak), peak),
-            lambda peak: (found, reference),
-            found.peak,
+            again,
+            lambda: (find(peak), peak),
+            lambda: (found, reference),
         )
 
-    a = a[:, 0]
-    normaliser = reference + jnp.log(found.total)
-    logit = found.chosen * a
-    correct = (logit > found.lower) & (logit >= found.upper)
+    logit, log_total = found.chosen * a[:, 0], jnp.log(found.total)
+    correct = (logit > found.before) & (logit >= found.after)
     results = (
-        normaliser - logit,
+        (reference - logit) + log_total,
         correct.astype(scale.dtype),
-        normaliser,
+        reference,
+        log_total,
         found.weighted / found.total - found.chosen,
     )
     return tuple(x.reshape(scale.shape) for x in results)
 
 
-def _gradients(hidden, scale, matrix, targets, normaliser, slope, d_nats, sizes, split):
-    """Of hidden states, scales and matrix: with p the probabilities, d_logits = d_nats (p - 1)."""
+def _gradients(hidden, scale, matrix, targets, reference, log_total, slope, d_nats, sizes, split):
+    """Of hidden states, scales and matrix: d_logit_v = d_nats (p_v - [v = target])."""
     chunks = _Chunks(matrix, hidden.dtype, sizes, split)
     x, t = _flat(hidden), targets.reshape(-1, 1)
-    a, log_total, factor = (
-        y.reshape(-1, 1).astype(scale.dtype) for y in (scale, normaliser, d_nats * scale)
+    a, reference, log_total, factor = (
+        y.reshape(-1, 1) for y in (scale, reference, log_total, d_nats * scale)
     )
 
     def body(d_hidden, part):
         rows, tokens, true = part
-        products = inner_products("nd,vd->nv", x, rows, scale.dtype)
-        difference = jnp.exp(products * a - log_total) - (tokens == t)
+        _, logits = _logits(x, a, rows, true)
+        difference = jnp.exp((logits - reference) - log_total) - (tokens == t)
         # Rounded before the products: a wider operand would cost a TPU three passes of its matrix
         # units, and keep a GPU off them.
         d_products = jnp.where(true, difference * factor, 0).astype(hidden.dtype)

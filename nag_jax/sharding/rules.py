@@ -141,6 +141,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(BATCH_AXES))
 
 
+def in_use(mesh: Any) -> bool:
+    """Whether there is a mesh over which the partitioner splits what is computed."""
+    return not (mesh.empty or mesh.are_all_axes_manual)
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Pins an activation's layout when a mesh is set, and does nothing otherwise or in `shard_map`.
 
@@ -153,7 +158,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
         `x`, with the sharding constraint.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.are_all_axes_manual:
+    if not in_use(mesh):
         return x
     split = [
         BATCH_AXES
@@ -178,7 +183,7 @@ def gather_weight(w: jax.Array, axes: tuple[str, ...] | None = None) -> jax.Arra
         axes: Its logical axes, by which it stays split; None for a copy whole along every axis.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.are_all_axes_manual:
+    if not in_use(mesh):
         return w
     return _pinned(w, P() if axes is None else use_spec(axes, w.shape, mesh))
 

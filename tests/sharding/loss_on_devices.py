@@ -55,8 +55,6 @@ def check(rows, padded, width, chunk, loudest=1.0, **axes):
         got = compiled(*jax.device_put((hidden, scale, matrix), (wide, tokens, table)))
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * loudest, err_msg=f"{axes} {chunk}")
-    if batch == jax.P():  # left to the partitioner, but for the vocabulary
-        return
     sent = {}
     for one in collectives(compiled.as_text(), mesh.size):
         if not one.conditional:
@@ -73,11 +71,13 @@ def check(rows, padded, width, chunk, loudest=1.0, **axes):
         "all-reduce": 2 * (data - 1) / data * part / across
         + 2 * (vocabulary - 1) / vocabulary * on_device,
     }
+    if batch == jax.P():  # the matrix is gathered, once a pass, and its gradient is everyone's
+        bounds = {"all-gather": 2 * part, "all-reduce": 2 * 4 * rows * LENGTH * (width + 5)}
     # Results that are no one's but the test's, [B, T] as whole arrays.
     small = 4 * 4 * rows * LENGTH
     for kind, size in sent.items():
         assert size <= bounds.get(kind, 0) + small, (axes, chunk, kind, sent, bounds)
-    if across > 1:
+    if across > 1 and batch != jax.P():
         assert sent["reduce-scatter"] >= whole - whole // across, (axes, sent)
     print("checked")
 
@@ -97,3 +97,4 @@ if __name__ == "__main__":
         check(16, 48, 30, 12, fsdp=4, data=2)  # a width that is not split
         check(16, 47, 32, 12, fsdp=4, tensor=2)  # a vocabulary that is not
         check(6, 48, 32, 12, fsdp=4, tensor=2)  # rows that are not
+        check(3, 48, 32, 12, fsdp=8)
