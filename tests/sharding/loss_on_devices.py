@@ -54,7 +54,10 @@ def check(rows, padded, width, chunk, loudest=1.0, **axes):
         )
         got = compiled(*jax.device_put((hidden, scale, matrix), (wide, tokens, table)))
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * loudest, err_msg=f"{axes} {chunk}")
+        # All rows but the loudest to its own rounding; it, to that of its large numbers.
+        for part in (slice(-1), slice(-1, None)) if x.shape[0] == rows else (slice(None),):
+            atol = 1e-5 * max(1, np.abs(y[part]).max())
+            np.testing.assert_allclose(x[part], y[part], 1e-5, atol, err_msg=f"{axes} {chunk}")
     sent = {}
     for one in collectives(compiled.as_text(), mesh.size):
         if not one.conditional:
